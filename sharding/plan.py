@@ -1,0 +1,89 @@
+"""One rank's whole plan for one pack: a pure function of (forest, loss mask, layout, rank)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_engine.sharding.attention_plan import AttentionPlan, attention_plan
+from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.gdn_plan import GdnPlan, gdn_plan
+from cp_engine.sharding.layout import Layout
+from cp_engine.sharding.loss_plan import LossPlan, loss_plan
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan:
+    """What one rank does with one pack. Rows are local rows; a rank without tokens has one padding row."""
+
+    rank: int
+    world: int
+    token_id: np.ndarray  # int64 [n] ids; 0 on the padding row
+    position: np.ndarray  # int64 [n] RoPE positions; 0 on the padding row
+    tokens: int  # rows that are tokens: n, or 0 on a rank with a padding row
+    pieces: int
+    attention: AttentionPlan
+    gdn: GdnPlan | None  # None for models without recurrent layers
+    loss: LossPlan
+    digest: str  # equal on all ranks that planned the same pack in the same way
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_id)
+
+
+def shard_plan(
+    forest: Forest,
+    layout: Layout,
+    rank: int,
+    loss_mask: np.ndarray,
+    exchange: str = "gather",
+    gdn_exchange: str = "affine",
+    conv_width: int | None = None,
+) -> ShardPlan:
+    """Plan one rank's part of a pack.
+
+    Args:
+        loss_mask: bool [N] trained tokens of the pack's rollouts, one rollout after the other.
+        exchange: how attention moves keys and values: ``gather``, ``ring`` or ``ulysses``.
+        gdn_exchange: how GDN layers cross ranks: ``affine`` or ``ulysses``.
+        conv_width: taps of the GDN convolution; None for a model without GDN layers.
+    """
+    if not 0 <= rank < layout.world:
+        raise ValueError(f"rank must lie in [0, {layout.world}), got {rank}")
+    tokens = layout.rank_tokens(rank)
+    padded = len(tokens) == 0
+    zero = np.zeros(1, np.int64)
+    return ShardPlan(
+        rank=rank,
+        world=layout.world,
+        token_id=zero if padded else forest.token[tokens],
+        position=zero if padded else forest.position[tokens],
+        tokens=len(tokens),
+        pieces=len(layout.pieces(rank)[0]),
+        attention=attention_plan(forest, layout, rank, exchange),
+        gdn=None if conv_width is None else gdn_plan(forest, layout, rank, gdn_exchange, conv_width),
+        loss=loss_plan(forest, layout, rank, loss_mask),
+        digest=plan_digest(forest, layout, loss_mask, exchange, gdn_exchange, conv_width),
+    )
+
+
+def plan_digest(forest: Forest, layout: Layout, loss_mask, exchange, gdn_exchange, conv_width) -> str:
+    """Hash of everything that every rank's plan is computed from."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(repr((layout.world, exchange, gdn_exchange, conv_width)).encode())
+    arrays = (
+        forest.token,
+        forest.segment_start,
+        forest.parent,
+        forest.end_segment,
+        layout.piece_start,
+        layout.piece_rank,
+        np.asarray(loss_mask, bool),
+    )
+    for array in arrays:
+        digest.update(str(len(array)).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
