@@ -1,0 +1,74 @@
+"""Moving token rows between ranks with one all-to-all-v, and bringing their gradients back.
+
+Shapes: n local rows, K_out rows sent, K_in rows received; trailing axes are free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cp_engine.sharding.row_exchange import RowExchange
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """A `RowExchange` ready to execute: row indices on the device, counts on the host."""
+
+    send_rows: torch.Tensor  # int64 [K_out]
+    send_counts: list[int]
+    recv_counts: list[int]
+
+    @property
+    def rows_in(self) -> int:
+        return sum(self.recv_counts)
+
+
+def row_tables(exchange: RowExchange, device: torch.device | str = "cpu") -> RowTables:
+    return RowTables(
+        torch.as_tensor(exchange.send_rows, device=device), exchange.send_counts.tolist(), exchange.recv_counts.tolist()
+    )
+
+
+def all_to_all_rows(x: torch.Tensor, send_counts: list[int], recv_counts: list[int], group) -> torch.Tensor:
+    """All-to-all-v along the first axis. ``group`` None means a single rank, which moves nothing."""
+    out = x.new_empty((sum(recv_counts), *x.shape[1:]))
+    if group is None:
+        return out.copy_(x)
+    dist.all_to_all_single(out, x.contiguous(), recv_counts, send_counts, group=group)
+    return out
+
+
+def fetch_rows_raw(x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
+    """Rows of the peers that this rank needs: [n, ...] -> [K_in, ...]. Not differentiable; every rank must call it."""
+    return all_to_all_rows(x[tables.send_rows], tables.send_counts, tables.recv_counts, group)
+
+
+def return_rows(grad: torch.Tensor, tables: RowTables, out: torch.Tensor, group) -> torch.Tensor:
+    """Send gradients of fetched rows home and add them to ``out`` [n, ...] in place, peers in rank order."""
+    home = all_to_all_rows(grad.to(out.dtype), tables.recv_counts, tables.send_counts, group)
+    return out.index_add_(0, tables.send_rows, home)
+
+
+class _FetchRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
+        ctx.tables, ctx.group, ctx.shape, ctx.dtype = tables, group, x.shape, x.dtype
+        return fetch_rows_raw(x, tables, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        out = torch.zeros(ctx.shape, dtype=accumulation_dtype(ctx.dtype), device=grad.device)
+        return return_rows(grad, ctx.tables, out, ctx.group).to(ctx.dtype), None, None
+
+
+def fetch_rows(x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
+    """Differentiable `fetch_rows_raw`; the gradient sums over peers in the accumulation dtype."""
+    return _FetchRows.apply(x, tables, group)
