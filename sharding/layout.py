@@ -69,6 +69,21 @@ def contiguous_layout(forest: Forest, world: int) -> Layout:
     return layout_from_cuts(forest.tokens * np.arange(world + 1) // world, np.arange(world), world)
 
 
+def rank_pairs(forest: Forest, layout: Layout) -> np.ndarray:
+    """int64 [P]: visible (query, key) pairs of each rank's rows."""
+    before = np.concatenate([[0], np.cumsum(forest.position + 1)])
+    pairs = before[layout.piece_start[1:]] - before[layout.piece_start[:-1]]
+    counts = np.zeros(layout.world, np.int64)
+    np.add.at(counts, layout.piece_rank, pairs)
+    return counts
+
+
+def imbalance(per_rank: np.ndarray) -> float:
+    """Maximum over mean; 1.0 is perfect. 1.0 as well where all ranks have nothing."""
+    mean = float(np.mean(per_rank))
+    return float(np.max(per_rank)) / mean if mean else 1.0
+
+
 def layout_from_cuts(cuts: np.ndarray, ranks: np.ndarray, world: int) -> Layout:
     """Layout of the ranges between ``cuts`` [N + 1]; empty ranges are dropped, neighbours of one rank are joined."""
     cuts, ranks = np.asarray(cuts, np.int64), np.asarray(ranks, np.int64)

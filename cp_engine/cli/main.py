@@ -1,0 +1,67 @@
+"""The command line: `train`, `verify` and `plan`.
+
+Only the chosen command's modules are imported, so `plan` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+_COMMANDS = {
+    "train": "Train a model on a rollout file.",
+    "verify": "Compare the tree engine with every rollout run alone through the unmodified model.",
+    "plan": "Show what sharing saves and which rank would own what.",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command and exit with its code: 0 done, 1 not ok, 2 wrong input."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m cp_engine", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((a for a in argv if a in _COMMANDS), None)
+    for name, text in _COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        if name == chosen:
+            importlib.import_module(f"cp_engine.cli.{name}").add_arguments(sub)
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives up on positionals that follow an option, as in `train c.yaml --cp 2 steps=3`.
+    if rest and args.command == "train" and all("=" in r and not r.startswith("-") for r in rest):
+        args.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    command = importlib.import_module(f"cp_engine.cli.{args.command}")
+    if args.command == "plan":
+        sys.exit(_guarded(command.run, args))
+    try:
+        world = command.local_ranks(args)
+    except ValueError as error:
+        sys.exit(_complain(error))
+    if world > 1 and "RANK" not in os.environ:
+        from cp_engine.distributed.launch import run_local_ranks
+
+        sys.exit(run_local_ranks(world, argv))
+    from cp_engine.distributed.ranks import shutdown
+
+    shutdown(_guarded(command.run, args))
+
+
+def _guarded(run, args) -> int:
+    """The command's exit code; wrong input is one line on stderr, not a traceback."""
+    try:
+        return run(args)
+    except ValueError as error:
+        return _complain(error)
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        return 3
+
+
+def _complain(error: ValueError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2

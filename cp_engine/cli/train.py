@@ -1,0 +1,103 @@
+"""`python -m cp_engine train CONFIG.yaml [key.sub=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from cp_engine.config import Config, read_config
+from cp_engine.rollouts import Rollout, read_rollouts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="YAML file, for example launch/configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    parser.add_argument("--cp", type=int, help="context-parallel ranks; replaces parallel.cp")
+    parser.add_argument("--json", action="store_true", help="print the last step's metrics as the last line")
+
+
+def _config(args: argparse.Namespace) -> Config:
+    overrides = list(args.overrides)
+    if args.cp is not None:
+        overrides.append(f"parallel.cp={args.cp}")
+    elif "WORLD_SIZE" in os.environ:
+        overrides.append(f"parallel.cp={os.environ['WORLD_SIZE']}")  # torchrun decides how many ranks there are
+    config = read_config(args.config, overrides)
+    if config.data is None or config.output_dir is None:
+        raise ValueError(f"{args.config}: train needs data.rollouts and output_dir")
+    return config
+
+
+def local_ranks(args: argparse.Namespace) -> int:
+    return _config(args).parallel.cp
+
+
+def steps_of_groups(rollouts: list[Rollout], config: Config):
+    """Yield the rollouts of each step: whole groups, in an order drawn anew for each pass over the file."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    names = list(groups)
+    per_step = config.data.groups_per_step or len(names)
+    if per_step > len(names):
+        raise ValueError(f"data.groups_per_step is {per_step}, but the rollouts have {len(names)} groups")
+    rng, queue = np.random.default_rng(config.seed), []
+    for _ in range(config.steps):
+        while len(queue) < per_step:
+            order = rng.permutation(len(names)).tolist()
+            queue += [names[i] for i in order]
+        chosen, queue = queue[:per_step], queue[per_step:]
+        yield [rollout for name in chosen for rollout in groups[name]]
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from cp_engine.distributed.ranks import join_ranks
+    from cp_engine.engine import Engine
+    from cp_engine.metrics import MetricsFile
+
+    config = _config(args)
+    ranks = join_ranks(config.parallel.timeout_s)
+    engine = Engine(config, ranks)
+    rollouts = read_rollouts(
+        config.data.rollouts,
+        vocab_size=engine.vocab_size,
+        max_tokens=config.packing.max_pack_tokens,
+        limit=config.data.limit,
+        limit_per_group=config.data.limit_per_group,
+    )
+    out = Path(config.output_dir)
+    console = Console(stderr=True)
+    writer = None
+    if ranks.is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+        writer = MetricsFile(out / "metrics.jsonl")
+    with Progress(console=console, disable=not ranks.is_first) as progress:
+        task = progress.add_task("training", total=config.steps)
+        for batch in steps_of_groups(rollouts, config):
+            metrics = engine.train_step(batch)
+            if writer is not None:
+                writer.write(metrics)
+                progress.console.print(_line(metrics))
+            progress.advance(task)
+    engine.save(out / "final")
+    if writer is not None:
+        writer.close()
+        console.print(f"weights: {out / 'final'}   metrics: {out / 'metrics.jsonl'}")
+        if args.json:
+            print(json.dumps(metrics), flush=True)
+    return 0
+
+
+def _line(metrics: dict) -> str:
+    return (
+        f"step {metrics['step']}: loss {metrics['loss']:.4f}, grad norm {metrics['grad_norm']:.3f}, "
+        f"{metrics['tree_tokens']:,} of {metrics['flat_tokens']:,} tokens computed, {metrics['seconds']:.2f} s"
+    )

@@ -1,0 +1,80 @@
+"""`python -m cp_engine verify`: is the tree engine exact for this model, these rollouts and this exchange?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from cp_engine.rollouts import read_rollouts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rollouts", required=True, help="JSONL or JSONL.gz file (docs/rollouts.md)")
+    add("--model", required=True, help="a preset (tiny-qwen3, tiny-qwen3.5) or a local Hugging Face folder")
+    add("--cp", type=int, help="context-parallel ranks (default: those of torchrun, else 1)")
+    add("--exchange", default="gather", choices=("gather", "ring", "ulysses"), help="attention exchange")
+    add("--gdn-exchange", default="affine", choices=("affine", "ulysses"), help="GDN state exchange")
+    add("--dtype", default="float64", choices=("float64", "float32"))
+    add("--loss", default="sft", choices=("sft", "grpo"))
+    add("--aggregation", default="token-mean", choices=("token-mean", "seq-mean-token-mean"))
+    add("--temperature", type=float, default=1.0)
+    add("--share", default="batch", choices=("batch", "group"))
+    add("--limit", type=int, help="the first so many rollouts of the file")
+    add("--limit-per-group", type=int, help="the first so many rollouts of each group")
+    add("--max-pack-tokens", type=int, help="cut the forest into packs of at most so many tree tokens")
+    add("--seed", type=int, default=0, help="seed of the preset's weights and of the drawn values")
+    add("--vocab", choices=("full",), help="full: keep the ids of a preset's rollouts instead of re-indexing them")
+    add("--bound", type=float, help="largest error that is ok (default 1e-10 in float64, 2e-5 in float32)")
+    add("--json", action="store_true", help="print one JSON object as the last line")
+
+
+def local_ranks(args: argparse.Namespace) -> int:
+    if args.cp is None:
+        return 1
+    if args.cp < 1:
+        raise ValueError(f"--cp must be at least 1, got {args.cp}")
+    return args.cp
+
+
+def run(args: argparse.Namespace) -> int:
+    from cp_engine.distributed.ranks import join_ranks
+    from cp_engine.verify.run import VerifyOptions, verify
+
+    ranks = join_ranks()
+    if args.cp is not None and ranks.world != args.cp:
+        raise ValueError(f"--cp is {args.cp} but {ranks.world} rank processes run")
+    rollouts = read_rollouts(
+        args.rollouts, max_tokens=args.max_pack_tokens, limit=args.limit, limit_per_group=args.limit_per_group
+    )
+    full = 1 + max(int(r.input_ids.max()) for r in rollouts) if args.vocab == "full" else None
+    options = VerifyOptions(
+        model=args.model,
+        exchange=args.exchange,
+        gdn_exchange=args.gdn_exchange,
+        dtype=args.dtype,
+        loss=args.loss,
+        aggregation=args.aggregation,
+        temperature=args.temperature,
+        seed=args.seed,
+        share=args.share,
+        max_pack_tokens=args.max_pack_tokens,
+        full_vocab=full,
+        bound=args.bound,
+    )
+    result = verify(rollouts, options, ranks)
+    if ranks.is_first:
+        _print(result, args.json)
+    return 0 if result["ok"] else 1
+
+
+def _print(result: dict, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="tree engine against flat rows", show_header=False)
+    for name, value in result.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console(stderr=as_json).print(table)
+    if as_json:
+        print(json.dumps(result), flush=True)

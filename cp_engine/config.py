@@ -1,0 +1,155 @@
+"""The configuration of a run: one typed source, read from YAML and command-line overrides.
+
+Unknown keys are refused with the nearest known name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class ModelConfig(_Section):
+    path: str
+    """A local Hugging Face folder, or a random preset: `tiny-qwen3`, `tiny-qwen3.5`."""
+    vocab_size: int | None = Field(None, ge=2)
+    """Vocabulary of a random preset; a folder brings its own."""
+    seed: int = 0
+    """Seed of a preset's random weights."""
+
+
+class DataConfig(_Section):
+    rollouts: str
+    """JSONL or JSONL.gz file (docs/rollouts.md)."""
+    limit: int | None = Field(None, ge=1)
+    """Use the first so many rollouts of the file."""
+    limit_per_group: int | None = Field(None, ge=1)
+    """Use the first so many rollouts of each group."""
+    groups_per_step: int | None = Field(None, ge=1)
+    """Groups in a step, in an order drawn from the seed for each pass over the file; null takes all every step."""
+
+
+class ParallelConfig(_Section):
+    cp: int = Field(1, ge=1)
+    """Context-parallel ranks; equals the number of rank processes."""
+    exchange: Literal["gather", "ring", "ulysses"] = "gather"
+    """How softmax attention crosses ranks."""
+    gdn_exchange: Literal["affine", "ulysses"] = "affine"
+    """How Gated DeltaNet states cross ranks."""
+    timeout_s: int = Field(600, ge=1)
+    """Seconds a rank waits for the others in a collective before it fails."""
+
+
+class PackingConfig(_Section):
+    share: Literal["batch", "group"] = "batch"
+    """Share prefixes over the whole step, or only inside a group."""
+    max_pack_tokens: int | None = Field(None, ge=2)
+    """Tree tokens that go through the model at once, over all ranks; null puts the whole step into one pack."""
+
+
+class LossConfig(_Section):
+    name: Literal["sft", "grpo"] = "grpo"
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    clip: float = Field(0.2, gt=0, lt=1)
+    """grpo: ratios are clipped to [1 - clip, 1 + clip]."""
+    kl_coef: float = Field(0.0, ge=0)
+    """grpo: weight of the k3 KL to the rollouts' `ref_logprobs`."""
+    sampler_cap: float | None = Field(None, gt=0)
+    """grpo: cap of the importance weight against the rollouts' `sampler_logprobs`; null leaves it out."""
+    temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it, as the sampler did."""
+
+
+class OptimizerConfig(_Section):
+    lr: float = Field(1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm; null leaves them."""
+
+
+class Config(_Section):
+    model: ModelConfig
+    data: DataConfig | None = None
+    """Needed by `train`; a program that calls `Engine.train_step` brings its own rollouts."""
+    parallel: ParallelConfig = ParallelConfig()
+    packing: PackingConfig = PackingConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    steps: int = Field(1, ge=1)
+    dtype: Literal["float32", "float64"] = "float32"
+    """Weights and activations."""
+    output_dir: str | None = None
+    """Where `train` writes metrics.jsonl, config.json and the final weights."""
+    seed: int = 0
+    """Order of the data."""
+
+
+def read_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML file and apply ``key.sub=value`` overrides (values are YAML too).
+
+    Raises:
+        ValueError: for a missing or malformed file, an unknown key (names the nearest), or a value out of bounds.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a mapping of settings, got {type(raw).__name__}")
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_config(raw, str(path))
+
+
+def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
+    """Validate a nested mapping; every problem is named in one ValueError."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ValueError(f"{where}: " + "; ".join(lines)) from error
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} must have the form key.sub=value")
+    *sections, name = key.split(".")
+    target = raw
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
+    target[name] = yaml.safe_load(value)
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        return f"{location}: {problem['msg']} (got {problem['input']!r})"
+    known = _known_names(problem["loc"][:-1])
+    near = difflib.get_close_matches(str(problem["loc"][-1]), known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return f"unknown key {location!r}{hint}"
+
+
+def _known_names(section: tuple) -> list[str]:
+    model: Any = Config
+    for part in section:
+        annotation = model.model_fields[part].annotation
+        options = getattr(annotation, "__args__", (annotation,))
+        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,1 @@
+"""Rank processes: starting them, what they share, agreeing, and ending them."""

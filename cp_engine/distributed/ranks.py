@@ -1,0 +1,66 @@
+"""The ranks of a run: joining the process group and leaving it with the right exit code."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the CP ranks. ``group`` is None for a single rank, which then calls no collective."""
+
+    rank: int
+    world: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def under_launcher() -> bool:
+    """Whether torchrun (or our own launcher) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join_ranks(timeout_s: int = 600) -> Ranks:
+    """Join the process group that the launcher describes: NCCL where there are GPUs, gloo otherwise.
+
+    A rank that waits longer than ``timeout_s`` seconds in a collective raises instead of hanging.
+    """
+    local, device = int(os.environ.get("LOCAL_RANK", "0")), torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise ValueError(f"local rank {local} has no GPU: this machine has {count}; start at most {count} ranks here")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
+        return Ranks(0, 1, None, device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)
+
+
+def shutdown(code: int) -> None:
+    """End this rank process with ``code``; does not return.
+
+    Interpreter exit with live gloo threads and sharded tensors aborts now and then after all work is done, so every
+    rank waits for the others, drops the group, flushes and leaves without running destructors.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        if code == 0:
+            dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,114 @@
+"""The training engine: rollouts in, one exact optimizer step out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_engine.config import Config
+from cp_engine.distributed.agree import require_equal_digests
+from cp_engine.distributed.gradients import clip_gradients, sum_gradients
+from cp_engine.distributed.ranks import Ranks, join_ranks
+from cp_engine.metrics import StepMeter
+from cp_engine.models.load import load_model, prepare_for_trees, save_model
+from cp_engine.models.tree_causal_lm import TreeCausalLM
+from cp_engine.pack import device_pack
+from cp_engine.rollouts import Rollout
+from cp_engine.sharding.exchange.rows import accumulation_dtype
+from cp_engine.step import StepData, pack_loss, plan_pack, prepare_step
+
+
+def conv_width(hf_config) -> int | None:
+    """Taps of the model's GDN convolution; None for a model without GDN layers."""
+    if "linear_attention" not in (getattr(hf_config, "layer_types", None) or []):
+        return None
+    return hf_config.linear_conv_kernel_dim
+
+
+class Engine:
+    """Trains one model on the CP ranks of the process group.
+
+    Every rank constructs it with the same config and passes the same rollouts to `train_step`.
+
+    Raises:
+        ValueError: when ``parallel.cp`` is not the number of rank processes, or the model is not supported.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks | None = None):
+        self.config = config
+        self.ranks = ranks or join_ranks(config.parallel.timeout_s)
+        if config.parallel.cp != self.ranks.world:
+            raise ValueError(
+                f"parallel.cp is {config.parallel.cp} but {self.ranks.world} rank processes run: start "
+                f"{config.parallel.cp} (torchrun --nproc-per-node {config.parallel.cp} or --cp {config.parallel.cp})"
+            )
+        self.dtype = getattr(torch, config.dtype)
+        hf_model = load_model(
+            config.model.path,
+            self.dtype,
+            vocab_size=config.model.vocab_size,
+            seed=config.model.seed,
+            device=self.ranks.device,
+        )
+        self.conv_width = conv_width(hf_model.config)
+        self.model = TreeCausalLM(prepare_for_trees(hf_model)).train()
+        optimizer = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            (p for p in self.model.parameters() if p.requires_grad),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self.steps_done = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids in rollouts must be smaller."""
+        return self.model.hf_model.config.get_text_config().vocab_size
+
+    def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """One forward, backward and optimizer step over all rollouts; returns the step's metrics.
+
+        Raises:
+            ValueError: for rollouts that the loss cannot use, a rollout over the pack budget, or ranks that were
+                given different rollouts (raised on every rank).
+        """
+        started = time.perf_counter()
+        step = prepare_step(rollouts, self.config.packing, self.config.loss)
+        require_equal_digests(step.digest(), "step", self.ranks)
+        self.optimizer.zero_grad(set_to_none=True)
+        meter = StepMeter(step, self.ranks)
+        self.accumulate_gradients(step, meter)
+        norm = clip_gradients(self.model, self.config.optimizer.max_grad_norm)
+        self.optimizer.step()
+        self.steps_done += 1
+        return meter.summary(self.steps_done, norm, time.perf_counter() - started)
+
+    def accumulate_gradients(self, step: StepData, meter: StepMeter | None = None) -> None:
+        """Forward and backward over the packs of a step; afterwards every rank holds the step's whole gradients."""
+        accumulate = accumulation_dtype(self.dtype)
+        for pack in step.packs:
+            planning = time.perf_counter()
+            plan = plan_pack(pack, self.ranks.rank, self.config.parallel, self.conv_width)
+            require_equal_digests(plan.digest, "pack plan", self.ranks)
+            on_device = device_pack(plan, self.ranks.group, self.ranks.device)
+            plan_seconds = time.perf_counter() - planning
+            result = pack_loss(self.model, on_device, step, pack, self.config.loss, accumulate)
+            result.loss.backward()
+            if meter is not None:
+                meter.add(pack, plan, result, plan_seconds)
+        sum_gradients(self.model, self.ranks)
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights as a Hugging Face folder that plain `transformers` loads. Every rank calls it."""
+        if self.ranks.is_first:
+            source = self.config.model.path if Path(self.config.model.path).is_dir() else None
+            save_model(self.model.hf_model, path, source=source)
+        if self.ranks.group is not None:
+            dist.barrier(group=self.ranks.group)

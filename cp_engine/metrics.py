@@ -1,0 +1,83 @@
+"""The numbers of a training step, summed over packs and ranks, and the file they are written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.sharding.layout import contiguous_layout, rank_pairs
+from cp_engine.sharding.packing import Pack
+from cp_engine.sharding.plan import ShardPlan
+from cp_engine.step import PackLoss, StepData
+
+
+class StepMeter:
+    """Collects one step; `summary` is collective."""
+
+    def __init__(self, step: StepData, ranks: Ranks):
+        self.step, self.ranks = step, ranks
+        # loss, entropy, clipped above, clipped below, occurrences
+        self.sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)
+        self.tokens = np.zeros(2)  # sum over packs of the largest and of the mean rank
+        self.pairs = np.zeros(2)
+        self.plan_seconds = 0.0
+
+    def add(self, pack: Pack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
+        occurrence = result.occurrence
+        self.sums += torch.stack(
+            [
+                result.loss.detach().double(),
+                result.entropy.double().sum(),
+                occurrence.clipped_high.double().sum(),
+                occurrence.clipped_low.double().sum(),
+                torch.tensor(float(plan.loss.occurrences), dtype=torch.float64, device=self.sums.device),
+            ]
+        )
+        layout = contiguous_layout(pack.forest, plan.world)
+        for totals, per_rank in ((self.tokens, layout.rank_token_count), (self.pairs, rank_pairs(pack.forest, layout))):
+            totals += (per_rank.max(), per_rank.mean())
+        self.plan_seconds += plan_seconds
+
+    def summary(self, step: int, grad_norm: float, seconds: float) -> dict[str, Any]:
+        if self.ranks.group is not None:
+            dist.all_reduce(self.sums, group=self.ranks.group)
+        loss, entropy, high, low, occurrences = self.sums.tolist()
+        return {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "entropy": entropy / occurrences,
+            "clipped_high": high / occurrences,
+            "clipped_low": low / occurrences,
+            "occurrences": int(occurrences),
+            "packs": len(self.step.packs),
+            "tree_tokens": self.step.tree_tokens,
+            "flat_tokens": self.step.flat_tokens,
+            "tree_tokens_per_s": self.step.tree_tokens / seconds,
+            "flat_tokens_per_s": self.step.flat_tokens / seconds,
+            "token_imbalance": self.tokens[0] / self.tokens[1],
+            "pair_imbalance": self.pairs[0] / self.pairs[1],
+            "plan_ms": 1000 * self.plan_seconds,
+            "seconds": seconds,
+        }
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, flushed at once so that a run can be watched."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.file = path, path.open("w")
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        self.file.write(json.dumps(metrics) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,188 @@
+"""From the rollouts of one optimizer step to the loss of each pack.
+
+The host side (`prepare_step`, `plan_pack`) is numpy and equal on every rank; `pack_loss` runs one pack through the
+model. Shapes: R rollouts of the step, N flat tokens, O occurrences of this rank in a pack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cp_engine.config import LossConfig, PackingConfig, ParallelConfig
+from cp_engine.losses.policy import OccurrenceLoss, OccurrenceValues, grpo_loss, sft_loss
+from cp_engine.losses.weights import group_advantages, rollout_weights
+from cp_engine.pack import DevicePack
+from cp_engine.rollouts import FlatRollouts, Rollout, flatten_rollouts
+from cp_engine.sharding.layout import contiguous_layout
+from cp_engine.sharding.packing import Pack, pack_rollouts
+from cp_engine.sharding.plan import ShardPlan, shard_plan
+
+
+@dataclass(frozen=True, eq=False)
+class StepData:
+    """One optimizer step on the host; every rank holds the same."""
+
+    flat: FlatRollouts
+    packs: list[Pack]
+    weight: np.ndarray  # float64 [R] weight of each occurrence of a rollout
+    advantage: np.ndarray  # float64 [N]; this and the next three are NaN where not given
+    old_logprob: np.ndarray
+    ref_logprob: np.ndarray
+    sampler_logprob: np.ndarray
+
+    @property
+    def tree_tokens(self) -> int:
+        return sum(pack.forest.tokens for pack in self.packs)
+
+    @property
+    def flat_tokens(self) -> int:
+        return len(self.flat.token)
+
+    def occurrence_index(self, pack: Pack, plan: ShardPlan) -> np.ndarray:
+        """int64 [O]: the flat token of each occurrence of this rank in the pack."""
+        rollout = pack.rollout[plan.loss.occurrence_rollout]
+        return self.flat.row_start[rollout] + plan.loss.occurrence_position
+
+    def digest(self) -> str:
+        """Hash of everything that the ranks must agree on."""
+        digest = hashlib.blake2b(digest_size=16)
+        arrays = (self.flat.token, self.flat.row_start, self.flat.loss_mask, self.weight, self.advantage)
+        for array in (*arrays, self.old_logprob, self.ref_logprob, self.sampler_logprob):
+            digest.update(str(len(array)).encode() + np.ascontiguousarray(array).tobytes())
+        for pack in self.packs:
+            digest.update(np.ascontiguousarray(pack.rollout).tobytes())
+        return digest.hexdigest()
+
+
+def prepare_step(rollouts: Sequence[Rollout], packing: PackingConfig, loss: LossConfig) -> StepData:
+    """Flatten, weigh and pack the rollouts of a step.
+
+    Raises:
+        ValueError: for rollouts that the loss cannot use (no reward and no advantage, missing log-probs), a step
+            without trained tokens, or a rollout over the pack budget.
+    """
+    flat = flatten_rollouts(rollouts)
+    length = np.diff(flat.row_start)
+    counted = flat.loss_mask.copy()
+    counted[flat.row_start[:-1]] = False  # a first token has no predictor
+    trained = np.add.reduceat(counted.astype(np.int64), flat.row_start[:-1])
+    packs = pack_rollouts(
+        flat.token,
+        flat.row_start,
+        flat.group,
+        flat.loss_mask,
+        share=packing.share,
+        share_key=flat.share_key,
+        max_pack_tokens=packing.max_pack_tokens,
+    )
+    step = StepData(
+        flat=flat,
+        packs=packs,
+        weight=rollout_weights(trained, loss.aggregation),
+        advantage=_advantages(rollouts, flat, length) if loss.name == "grpo" else np.full(len(flat.token), np.nan),
+        old_logprob=_per_token([r.old_logprobs for r in rollouts], length),
+        ref_logprob=_per_token([r.ref_logprobs for r in rollouts], length),
+        sampler_logprob=_per_token([r.sampler_logprobs for r in rollouts], length),
+    )
+    _require_logprobs(rollouts, step, counted, loss)
+    return step
+
+
+def _per_token(values: list[np.ndarray | None], length: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.full(n, np.nan) if v is None else v for v, n in zip(values, length, strict=True)])
+
+
+def _advantages(rollouts: Sequence[Rollout], flat: FlatRollouts, length: np.ndarray) -> np.ndarray:
+    """The given advantages; where a rollout has none, its group-normalised reward."""
+    lacking = [i for i, r in enumerate(rollouts) if r.advantage is None and r.reward is None]
+    if lacking:
+        bare = rollouts[lacking[0]]
+        raise ValueError(
+            f"grpo needs a reward or an advantage for every rollout; {len(lacking)} have neither, the first is rollout "
+            f"{bare.rollout!r} of group {bare.group!r}"
+        )
+    # Rollouts that bring their own advantage may lack a reward; they stay out of their group's statistics.
+    rewarded = np.array([r.advantage is None for r in rollouts])
+    normalised = np.zeros(len(rollouts))
+    if rewarded.any():
+        reward = np.array([r.reward for r in rollouts if r.advantage is None], np.float64)
+        normalised[rewarded] = group_advantages(reward, flat.group[rewarded])
+    given = [normalised[i] if r.advantage is None else r.advantage for i, r in enumerate(rollouts)]
+    return np.concatenate([np.broadcast_to(np.float64(a), n) for a, n in zip(given, length, strict=True)])
+
+
+def _require_logprobs(rollouts: Sequence[Rollout], step: StepData, counted: np.ndarray, loss: LossConfig) -> None:
+    if loss.name != "grpo":
+        return
+    needs = []
+    if loss.kl_coef:
+        needs.append(("ref_logprobs", step.ref_logprob, "loss.kl_coef"))
+    if loss.sampler_cap is not None:
+        needs.append(("sampler_logprobs", step.sampler_logprob, "loss.sampler_cap"))
+    for field, values, setting in needs:
+        missing = np.flatnonzero(np.isnan(values) & counted)
+        if len(missing):
+            row = int(np.searchsorted(step.flat.row_start, missing[0], side="right")) - 1
+            position = int(missing[0] - step.flat.row_start[row])
+            raise ValueError(
+                f"{setting} is set, so every trained token needs {field}; rollout {rollouts[row].rollout!r} of group "
+                f"{rollouts[row].group!r} has none at position {position}"
+            )
+
+
+def plan_pack(pack: Pack, rank: int, parallel: ParallelConfig, conv_width: int | None) -> ShardPlan:
+    """This rank's plan of one pack."""
+    return shard_plan(
+        pack.forest,
+        contiguous_layout(pack.forest, parallel.cp),
+        rank,
+        pack.loss_mask,
+        exchange=parallel.exchange,
+        gdn_exchange=parallel.gdn_exchange,
+        conv_width=conv_width,
+    )
+
+
+@dataclass(frozen=True)
+class PackLoss:
+    """A pack's part of the step's loss on this rank: the sum over packs and ranks is the loss of the step."""
+
+    loss: torch.Tensor  # scalar, differentiable
+    log_prob: torch.Tensor  # [O] log-prob of each occurrence, detached
+    entropy: torch.Tensor  # [O] entropy of the distribution that predicts it, detached
+    occurrence: OccurrenceLoss
+
+
+def pack_loss(
+    model, device_pack: DevicePack, step: StepData, pack: Pack, loss: LossConfig, dtype: torch.dtype
+) -> PackLoss:
+    """Run one pack through the model and sum its weighted occurrence losses.
+
+    A rank without trained predictors adds exactly zero, with the same graph as the others.
+    """
+    plan = device_pack.plan
+    edge_logprob, edge_entropy = model(device_pack, temperature=loss.temperature)
+    index = step.occurrence_index(pack, plan)
+
+    def on_device(values: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=edge_logprob.device)
+
+    log_prob = edge_logprob[device_pack.occurrence_edge]
+    if loss.name == "sft":
+        result = sft_loss(log_prob)
+    else:
+        values = OccurrenceValues(
+            on_device(step.advantage[index]),
+            on_device(step.old_logprob[index]),
+            on_device(step.ref_logprob[index]),
+            on_device(step.sampler_logprob[index]),
+        )
+        result = grpo_loss(log_prob, values, clip=loss.clip, kl_coef=loss.kl_coef, sampler_cap=loss.sampler_cap)
+    weight = on_device(step.weight[pack.rollout[plan.loss.occurrence_rollout]])
+    entropy = edge_entropy.detach()[device_pack.occurrence_edge]
+    return PackLoss((weight * result.loss).sum(), log_prob.detach(), entropy, result)

@@ -1,0 +1,197 @@
+"""Verification of one model on one rollout file: log-probs, loss and every parameter gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cp_engine.config import Config, LossConfig
+from cp_engine.distributed.gradients import sum_gradients
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.engine import Engine
+from cp_engine.models.cpu import make_cpu_runnable
+from cp_engine.models.load import load_model
+from cp_engine.models.precision import keep_float64
+from cp_engine.models.presets import is_preset, state_half_life
+from cp_engine.rollouts import Rollout
+from cp_engine.sharding.packing import Pack
+from cp_engine.sharding.plan import ShardPlan
+from cp_engine.step import PackLoss, StepData, prepare_step
+from cp_engine.verify.compare import gradient_error
+from cp_engine.verify.flat import run_rows, spread_rows
+from cp_engine.verify.values import DrawnValues, draw_values
+
+BOUNDS = {"float64": 1e-10, "float32": 2e-5}
+MIN_HALF_LIFE = 64.0  # tokens; with faster decay a wrong recurrent state would be invisible
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    model: str
+    exchange: str = "gather"
+    gdn_exchange: str = "affine"
+    dtype: str = "float64"
+    loss: str = "sft"
+    aggregation: str = "token-mean"
+    temperature: float = 1.0
+    seed: int = 0
+    share: str = "batch"
+    max_pack_tokens: int | None = None
+    full_vocab: int | None = None  # keep ids as they are in a vocabulary of this size; None re-indexes presets
+    bound: float | None = None  # None: BOUNDS of the dtype
+
+    def config(self, cp: int, vocab_size: int | None) -> Config:
+        # The KL and the sampler correction are switched on so that ref and sampler log-probs are verified too.
+        policy = {"kl_coef": 0.05, "sampler_cap": 1.5} if self.loss != "sft" else {}
+        return Config.model_validate(
+            {
+                "model": {"path": self.model, "vocab_size": vocab_size, "seed": self.seed},
+                "parallel": {"cp": cp, "exchange": self.exchange, "gdn_exchange": self.gdn_exchange},
+                "packing": {"share": self.share, "max_pack_tokens": self.max_pack_tokens},
+                "loss": {
+                    "name": self.loss,
+                    "aggregation": self.aggregation,
+                    "temperature": self.temperature,
+                    **policy,
+                },
+                "dtype": self.dtype,
+            }
+        )
+
+
+class _Collector:
+    """Takes the place of the step meter: keeps each occurrence's log-prob, and counts."""
+
+    def __init__(self, step: StepData):
+        self.step = step
+        self.log_prob = np.zeros(len(step.flat.token))
+        self.seen = np.zeros(len(step.flat.token))
+        self.loss = self.edges = self.high = self.low = 0.0
+
+    def add(self, pack: Pack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
+        index = self.step.occurrence_index(pack, plan)
+        self.log_prob[index] = result.log_prob.double().cpu().numpy()
+        self.seen[index] += 1
+        self.loss += float(result.loss.detach())
+        self.edges += plan.loss.edges
+        self.high += float(result.occurrence.clipped_high.sum())
+        self.low += float(result.occurrence.clipped_low.sum())
+
+
+def verify(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> dict[str, Any]:
+    """Compare the tree engine with flat rows; equal result on every rank.
+
+    Returns:
+        the figures, with ``ok`` telling whether all errors are within the bound.
+    """
+    started = time.perf_counter()
+    vocab_size = None
+    if is_preset(options.model):
+        vocab_size = options.full_vocab
+        if vocab_size is None:
+            rollouts, vocab_size = reindex(rollouts)
+    config = options.config(ranks.world, vocab_size)
+    # Weights and packs do not depend on the loss; a policy loss gets its values below, around the model's own.
+    step = prepare_step(rollouts, config.packing, LossConfig(name="sft", aggregation=options.aggregation))
+    drawn = None if options.loss == "sft" else draw_values(len(step.flat.token), config.loss.clip, options.seed)
+
+    with keep_float64() if options.dtype == "float64" else contextlib.nullcontext():
+        engine = Engine(config, ranks)
+        flat_model = make_cpu_runnable(
+            load_model(options.model, engine.dtype, vocab_size=vocab_size, seed=options.seed, device=ranks.device)
+        ).train()
+        rows = spread_rows(step.flat.row_length, ranks.world)[ranks.rank]
+        flat_logprob, flat_loss = run_rows(flat_model, step, rows, config.loss, drawn, ranks.device)
+        flat_logprob, flat_loss = _sum(flat_logprob, ranks), float(_sum(np.array([flat_loss]), ranks)[0])
+        sum_gradients(flat_model, ranks)
+        if drawn is not None:
+            step = _with_values(step, drawn, flat_logprob)
+        collector = _Collector(step)
+        engine.accumulate_gradients(step, collector)
+    worst = gradient_error(engine.model.hf_model, flat_model)
+    figures = _figures(step, collector, flat_logprob, flat_loss, ranks)
+    figures |= {"max_grad_err": worst.error, "worst_tensor": worst.tensor, "state_half_life": state_half_life(flat_model)}
+    return _verdict(figures, options, ranks, time.perf_counter() - started)
+
+
+def reindex(rollouts: list[Rollout]) -> tuple[list[Rollout], int]:
+    """Renumber the ids in use from 0; returns the rollouts and the size of the vocabulary."""
+    used, joined = np.unique(np.concatenate([r.input_ids for r in rollouts]), return_inverse=True)
+    parts = np.split(joined.astype(np.int64), np.cumsum([len(r.input_ids) for r in rollouts])[:-1])
+    return [replace(r, input_ids=ids) for r, ids in zip(rollouts, parts, strict=True)], max(2, len(used))
+
+
+def _with_values(step: StepData, drawn: DrawnValues, own: np.ndarray) -> StepData:
+    return replace(
+        step,
+        advantage=drawn.advantage,
+        old_logprob=own + drawn.old_offset,
+        ref_logprob=own + drawn.ref_offset,
+        sampler_logprob=own + drawn.sampler_offset,
+    )
+
+
+def _sum(values: np.ndarray, ranks: Ranks) -> np.ndarray:
+    """Sum of a float64 array over the ranks."""
+    if ranks.group is None:
+        return values
+    total = torch.as_tensor(values, dtype=torch.float64, device=ranks.device).clone()
+    dist.all_reduce(total, group=ranks.group)
+    return total.cpu().numpy()
+
+
+def _figures(step: StepData, collector: _Collector, flat_logprob: np.ndarray, flat_loss: float, ranks: Ranks) -> dict:
+    seen, tree_logprob = _sum(collector.seen, ranks), _sum(collector.log_prob, ranks)
+    counted = step.flat.loss_mask.copy()
+    counted[step.flat.row_start[:-1]] = False
+    assert (seen == counted).all(), "an occurrence was dropped or counted twice"
+    sums = np.array([collector.loss, collector.edges, collector.high, collector.low])
+    tree_loss, edges, high, low = _sum(sums, ranks).tolist()
+    occurrences = int(counted.sum())
+    return {
+        "rollouts": len(step.flat.row_start) - 1,
+        "packs": len(step.packs),
+        "edges": int(edges),
+        "occurrences": occurrences,
+        "tree_tokens": step.tree_tokens,
+        "flat_tokens": step.flat_tokens,
+        "loss": tree_loss,
+        "max_logprob_err": float(np.abs(tree_logprob - flat_logprob).max()),
+        # A loss of advantages of both signs may be near zero: it is measured against at least 1e-3.
+        "loss_err": abs(tree_loss - flat_loss) / max(abs(flat_loss), 1e-3),
+        "clipped_high": high / occurrences,
+        "clipped_low": low / occurrences,
+    }
+
+
+def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seconds: float) -> dict[str, Any]:
+    bound = BOUNDS[options.dtype] if options.bound is None else options.bound
+    reasons = [
+        f"{name} {figures[name]:.3g} > {bound:g}"
+        for name in ("max_logprob_err", "loss_err", "max_grad_err")
+        if not figures[name] <= bound
+    ]
+    if options.loss != "sft" and not (figures["clipped_high"] and figures["clipped_low"]):
+        reasons.append("no occurrence is clipped on one side")
+    half_life = figures["state_half_life"]
+    if half_life is not None and half_life < MIN_HALF_LIFE and is_preset(options.model):
+        reasons.append(f"recurrent states fade in {half_life:.0f} tokens, which would hide a wrong state")
+    return {
+        "ok": not reasons,
+        "reasons": reasons,
+        **figures,
+        "bound": bound,
+        "cp": ranks.world,
+        "model": options.model,
+        "exchange": options.exchange,
+        "gdn_exchange": options.gdn_exchange,
+        "dtype": options.dtype,
+        "loss_name": options.loss,
+        "seconds": seconds,
+    }

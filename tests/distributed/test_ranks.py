@@ -1,0 +1,87 @@
+"""Starting, agreeing and ending of rank processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_engine.distributed.agree import require_equal_digests
+from cp_engine.distributed.gradients import clip_gradients, sum_gradients
+from cp_engine.distributed.ranks import Ranks
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def this_rank() -> Ranks:
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+
+
+def _agree(digests):
+    try:
+        require_equal_digests(digests[dist.get_rank()], "pack plan", this_rank())
+    except ValueError as error:
+        return str(error)
+    return "equal"
+
+
+def test_ranks_that_differ_raise_on_every_rank():
+    assert run_ranks(3, _agree, ["ab" * 16] * 3) == ["equal"] * 3
+    messages = run_ranks(3, _agree, ["ab" * 16, "cd" * 16, "ab" * 16])
+    assert all(m.startswith("ranks [1] have another pack plan than rank 0") for m in messages)
+
+
+def _summed():
+    ranks = this_rank()
+    model = torch.nn.Linear(2, 2, dtype=torch.float64)
+    model.weight.grad = torch.full((2, 2), float(ranks.rank + 1), dtype=torch.float64)
+    # The bias has no gradient on any rank but rank 1.
+    if ranks.rank == 1:
+        model.bias.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    sum_gradients(model, ranks)
+    norm = clip_gradients(model, 1.0)
+    return model.weight.grad.tolist(), model.bias.grad.tolist(), norm
+
+
+def test_gradients_are_summed_and_clipped_by_the_global_norm():
+    norm = (4 * 36 + 25) ** 0.5
+    for weight, bias, got in run_ranks(3, _summed):
+        assert got == pytest.approx(norm, rel=1e-14)
+        assert weight[0][0] == pytest.approx(6 / (norm + 1e-6), rel=1e-12)
+        assert bias == pytest.approx([3 / (norm + 1e-6), 4 / (norm + 1e-6)], rel=1e-12)
+
+
+_SCRIPT = """
+import sys
+from cp_engine.distributed.launch import run_local_ranks
+import cp_engine.distributed.launch as launch
+launch._GRACE_S = 0.5
+start = launch.subprocess.Popen
+# The command is replaced by a plain program: the launcher's own behaviour is what is tested.
+launch.subprocess.Popen = lambda argv, **kw: start([sys.executable, "-c", {program!r}], **kw)
+sys.exit(run_local_ranks(3, []))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "lines"),
+    [
+        ("import os; print('rank', os.environ['RANK'])", 0, ["rank 0"]),
+        ("import os, sys; sys.exit(5 if os.environ['RANK'] == '1' else 0)", 5, []),
+        # The other ranks would wait forever for the one that failed.
+        ("import os, sys, time; sys.exit(4) if os.environ['RANK'] == '2' else time.sleep(60)", 4, []),
+    ],
+    ids=["all well", "one fails", "others hang"],
+)
+def test_local_launcher_returns_the_failing_code(program, code, lines):
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    env.pop("RANK", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(program=program)], env=env, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines() == lines
