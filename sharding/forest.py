@@ -147,14 +147,36 @@ def build_forest(
     """
     token = np.asarray(token, np.int64)
     row_start = np.asarray(row_start, np.int64)
+    symbol, order, lcp = _sorted_symbols(token, row_start, group, share_key)
+    owner, adds = _attach(order, lcp, row_start)
+    return _assemble(token, symbol, row_start, order, lcp, owner, adds)
+
+
+def sorted_rows(
+    token: np.ndarray,
+    row_start: np.ndarray,
+    group: np.ndarray | None = None,
+    share_key: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows in a depth-first order of their trie; arguments and errors as in `build_forest`.
+
+    Returns:
+        Row at each sorted place, int64 [R], and the tokens it shares with the row before it, int64 [R]. Two rows
+        share the smallest of these numbers between their places.
+    """
+    row_start = np.asarray(row_start, np.int64)
+    _, order, lcp = _sorted_symbols(np.asarray(token, np.int64), row_start, group, share_key)
+    return order, lcp
+
+
+def _sorted_symbols(token, row_start, group, share_key) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What decides sharing at each token [N], and `_sorted_rows` of it."""
     rows = len(row_start) - 1
     if (np.diff(row_start) <= 0).any():
         raise ValueError(f"rollout {int(np.argmax(np.diff(row_start) <= 0))} has no tokens")
     symbol = token if share_key is None else _joint_symbols(token, np.asarray(share_key))
     group = np.zeros(rows, np.int64) if group is None else np.asarray(group, np.int64)
-    order, lcp = _sorted_rows(symbol, row_start, group)
-    owner, attach_row = _attach(order, lcp, row_start)
-    return _assemble(token, symbol, row_start, order, lcp, owner, attach_row)
+    return symbol, *_sorted_rows(symbol, row_start, group)
 
 
 def _joint_symbols(token: np.ndarray, share_key: np.ndarray) -> np.ndarray:
@@ -223,9 +245,7 @@ def _assemble(token, symbol, row_start, order, lcp, owner, adds) -> Forest:
     parent = np.arange(len(ends)) - 1
     heads = np.flatnonzero(first)
     head_row = seg_row[heads]
-    parent[heads] = np.where(
-        owner[head_row] >= 0, np.searchsorted(ends, owner[head_row] * span + lcp[head_row]), -1
-    )
+    parent[heads] = np.where(owner[head_row] >= 0, np.searchsorted(ends, owner[head_row] * span + lcp[head_row]), -1)
     source = row_start[order[seg_row]] + seg_begin
     rank, count = _heaviest_first(parent, seg_end - seg_begin, symbol[source])
 

@@ -56,7 +56,7 @@ class RowIntervals:
         """The same visibility over the ascending token subset ``keys``: coordinates become indices into it.
 
         An interval of tokens meets a sorted subset in one interval of indices. A run's diagonal tokens are either
-        all in the subset or none of them are.
+        all in the subset or none of them are. A span that touches the diagonal there becomes a part of it.
         """
         lo, hi = np.searchsorted(keys, self.span_lo), np.searchsorted(keys, self.span_hi)
         run = np.repeat(np.arange(len(self.run_row)), np.diff(self.span_ptr))
@@ -73,6 +73,10 @@ class RowIntervals:
         run, lo, hi = run[keep], lo[keep], hi[keep]
         order = np.lexsort((lo, run))
         run, lo, hi = _merge_touching(run[order], lo[order], hi[order])
+        diag_lo = np.where(present, above_lo, -1)
+        touches = present[run] & (hi == diag_lo[run])
+        diag_lo[run[touches]] = lo[touches]
+        run, lo, hi = run[~touches], lo[~touches], hi[~touches]
         return RowIntervals(
             rows=self.rows,
             run_row=self.run_row,
@@ -80,7 +84,7 @@ class RowIntervals:
             span_ptr=np.searchsorted(run, np.arange(len(self.run_row) + 1)),
             span_lo=lo,
             span_hi=hi,
-            diag_lo=np.where(present, above_lo, -1),
+            diag_lo=diag_lo,
             diag_hi=np.where(present, above_hi + 1, -1),
         )
 

@@ -1,0 +1,153 @@
+"""Checks of single rollout fields: each takes what a user or a JSON file gave and returns an array or raises.
+
+Rows are long, so every check works on whole rows in C; only the error path looks at single entries.
+
+Shapes: L tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+
+import numpy as np
+
+LOGPROB_ROUNDING = 1e-6  # a log-prob this far above 0 is the rounding of a sampler, not an error
+
+
+class RolloutError(ValueError):
+    """A rollout that breaks a rule: where it stands, which field, what was expected and what came."""
+
+    def __init__(self, where: str, field: str | None, problem: str):
+        super().__init__(where, field, problem)
+        self.where, self.field, self.problem = where, field, problem
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.field and f"field {self.field}", self.problem) if part)
+
+
+def shown(value) -> str:
+    """A value as an error message quotes it."""
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+
+
+def text_label(value, field: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, np.integer)):
+        raise RolloutError("rollout", field, f"expected a string or an integer, got {shown(value)}")
+    return str(value)
+
+
+def finite_number(value, field: str, where: str) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise RolloutError(where, field, f"expected a number, got {shown(value)}")
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result):
+        raise RolloutError(where, field, f"expected a finite number, got {shown(value)}")
+    return result
+
+
+def check_length(values: np.ndarray, length: int, field: str, where: str) -> np.ndarray:
+    if len(values) != length:
+        raise RolloutError(where, field, f"expected {length} entries, one for each of input_ids, got {len(values)}")
+    return values
+
+
+def check_range(values: np.ndarray, low: int, high: int, what: str, field: str, where: str) -> None:
+    if values.min() >= low and values.max() < high:
+        return
+    at = int(np.argmax((values < low) | (values >= high)))
+    raise RolloutError(where, field, f"expected {what} in [{low}, {high}), got {values[at]} at entry {at}")
+
+
+def _vector(value, what: str, field: str, where: str):
+    """A list, tuple or one-dimensional array, as it is."""
+    if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1):
+        return value
+    came = f"an array of shape {value.shape}" if isinstance(value, np.ndarray) else shown(value)
+    raise RolloutError(where, field, f"expected a list of {what}, got {came}")
+
+
+def integer_row(value, field: str, where: str) -> np.ndarray:
+    """int64 [L]; the type test runs once a row in C, since rows are long."""
+    value = _vector(value, "integers", field, where)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iu":
+            raise RolloutError(where, field, f"expected integers, got an array of {value.dtype}")
+        if value.dtype == np.uint64 and value.max(initial=0) >= 2**63:
+            raise RolloutError(where, field, f"expected 64-bit signed integers, got {value.max()}")
+        return value.astype(np.int64, copy=False)
+    try:
+        if bool not in map(type, value):
+            return np.frombuffer(array("q", value), np.int64)
+    except (TypeError, OverflowError):
+        pass
+    at, bad = next((i, v) for i, v in enumerate(value) if not _is_int64(v))
+    raise RolloutError(where, field, f"expected 64-bit integers, got {shown(bad)} at entry {at}")
+
+
+def _is_int64(value) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def mask_row(value, length: int, where: str) -> np.ndarray:
+    value = _vector(value, "0 and 1", "loss_mask", where)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biu":
+            raise RolloutError(where, "loss_mask", f"expected 0 or 1, got an array of {value.dtype}")
+        entries = value
+    else:
+        try:
+            # bytes() takes integers below 256 (and booleans) only, and is the fastest way from a list to an array.
+            entries = np.frombuffer(bytes(value), np.uint8)
+        except (TypeError, ValueError):
+            at, bad = next((i, v) for i, v in enumerate(value) if not isinstance(v, int) or v not in (0, 1))
+            raise RolloutError(where, "loss_mask", f"expected 0 or 1, got {shown(bad)} at entry {at}") from None
+    check_length(entries, length, "loss_mask", where)
+    wrong = (entries != 0) & (entries != 1)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise RolloutError(where, "loss_mask", f"expected 0 or 1, got {entries[at]} at entry {at}")
+    return entries.astype(bool)
+
+
+def number_row(value, length: int, nulls: bool, field: str, where: str) -> np.ndarray:
+    """float64 [L]; null is None in a list and NaN in an array, and becomes NaN."""
+    value = _vector(value, "numbers", field, where)
+    check_length(value, length, field, where)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "fiu":
+            raise RolloutError(where, field, f"expected numbers, got an array of {value.dtype}")
+        numbers = value.astype(np.float64, copy=False)
+        missing = np.isnan(numbers)
+    else:
+        # One test a type, not one an entry.
+        for kind in set(map(type, value)):
+            null = nulls and kind is type(None)
+            if not null and (kind is bool or not issubclass(kind, (int, float, np.integer, np.floating))):
+                at = next(i for i, v in enumerate(value) if type(v) is kind)
+                raise RolloutError(where, field, f"expected a number, got {shown(value[at])} at entry {at}")
+        try:
+            numbers = np.array(value, np.float64)
+        except OverflowError:
+            at = next(i for i, v in enumerate(value) if v is not None and abs(v) > sys.float_info.max)
+            raise RolloutError(where, field, f"expected finite numbers, got {shown(value[at])} at entry {at}") from None
+        missing = np.array([v is None for v in value], bool)
+    bad = ~np.isfinite(numbers) if not nulls else ~(np.isfinite(numbers) | missing)
+    if bad.any():
+        at = int(bad.argmax())
+        raise RolloutError(where, field, f"expected finite numbers, got {numbers[at]} at entry {at}")
+    return numbers
+
+
+def logprob_row(value, length: int, field: str, where: str) -> np.ndarray:
+    numbers = number_row(value, length, True, field, where)
+    positive = numbers > LOGPROB_ROUNDING
+    if positive.any():
+        at = int(positive.argmax())
+        raise RolloutError(where, field, f"expected log-probs, which are at most 0, got {numbers[at]} at entry {at}")
+    return numbers
