@@ -54,7 +54,10 @@ def fetch_rows_raw(x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
 def return_rows(grad: torch.Tensor, tables: RowTables, out: torch.Tensor, group) -> torch.Tensor:
     """Send gradients of fetched rows home and add them to ``out`` [n, ...] in place, peers in rank order."""
     home = all_to_all_rows(grad.to(out.dtype), tables.recv_counts, tables.send_counts, group)
-    return out.index_add_(0, tables.send_rows, home)
+    # One peer at a time: no row occurs twice in a call, so the order of the sums is fixed on every device.
+    for rows, part in zip(tables.send_rows.split(tables.send_counts), home.split(tables.send_counts), strict=True):
+        out.index_add_(0, rows, part)
+    return out
 
 
 class _FetchRows(torch.autograd.Function):

@@ -1,0 +1,1 @@
+"""Layers: kernels and exchanges joined into differentiable operations."""

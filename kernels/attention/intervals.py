@@ -1,0 +1,52 @@
+"""Visible key rows of query rows, as tensors on one device.
+
+Shapes: Nq query rows, Nk key rows, U runs, E spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+_ARRAYS = ("run_row", "run_length", "span_ptr", "span_lo", "span_hi", "diag_lo", "diag_hi")
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Row ``run_row[u] + i`` of run u sees the spans of u and ``[diag_lo[u], diag_hi[u] + i)``.
+
+    Runs ascend and do not overlap; rows outside every run see nothing. ``diag_lo[u] == -1`` means that the run has no
+    diagonal. The intervals of one row do not overlap.
+    """
+
+    rows: int  # Nq
+    run_row: torch.Tensor  # int64 [U] first query row of each run
+    run_length: torch.Tensor  # int64 [U]
+    span_ptr: torch.Tensor  # int64 [U + 1] spans of run u are span_ptr[u] .. span_ptr[u + 1]
+    span_lo: torch.Tensor  # int64 [E]
+    span_hi: torch.Tensor  # int64 [E]
+    diag_lo: torch.Tensor  # int64 [U]
+    diag_hi: torch.Tensor  # int64 [U] end of the first row's diagonal
+    key_end: int  # one past the last key row that any query row sees, known on the host: a call needs Nk >= key_end
+    _prepared: dict = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_arrays(cls, arrays, device: torch.device | str = "cpu") -> Intervals:
+        """Copy numpy intervals (any object with the fields above, but for ``key_end``) to a device."""
+        diagonal = np.where(arrays.diag_lo >= 0, arrays.diag_hi + arrays.run_length - 1, 0)
+        key_end = max(int(arrays.span_hi.max(initial=0)), int(diagonal.max(initial=0)))
+        tensors = {name: torch.as_tensor(getattr(arrays, name), dtype=torch.int64, device=device) for name in _ARRAYS}
+        return cls(rows=int(arrays.rows), key_end=key_end, **tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return self.run_row.device
+
+    def prepared(self, backend: str, build: Callable[[Intervals], object]):
+        """What a backend derives from these intervals, built at its first call and reused by every later layer."""
+        if backend not in self._prepared:
+            self._prepared[backend] = build(self)
+        return self._prepared[backend]

@@ -1,0 +1,225 @@
+"""The reference attention kernel: eager, on any device. It defines what the other backends must compute.
+
+For query row i with visible key rows V(i), head by head, everything in the accumulation dtype:
+
+    s_ij  = scale * q_i . k_j                       j in V(i)
+    lse_i = log sum_j exp(s_ij)                     -inf where V(i) is empty
+    p_ij  = exp(s_ij - lse_i)
+    out_i = sum_j p_ij v_j                          0 where V(i) is empty
+
+and backward, with the final out and lse (FlashAttention-2, Dao 2023, algorithm 2):
+
+    delta_i = dout_i . out_i
+    ds_ij   = p_ij (dout_i . v_j - delta_i)
+    dv_j = sum_i p_ij dout_i      dk_j = scale * sum_i ds_ij q_i      dq_i = scale * sum_j ds_ij k_j
+
+Correct means: equal to dense attention with the mask "j in V(i)" in exact arithmetic; a finite key outside V(i) has no
+influence on row i, not even on its last bit; rows and keys without a partner have zero gradients; sums run in a fixed
+order.
+
+Query rows are worked off in blocks of `BLOCK_ROWS`, several short runs in one block, each against the union of its
+rows' visible keys. Memory is a block's scores, never Nq x Nk.
+
+Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, g = Hq / Hk, D head size; R rows and K keys of a block.
+Inside, tensors are head-major: queries [Hk, Nq * g, D] with a row's g heads side by side, keys and values [Hk, Nk, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cp_engine.kernels.attention.intervals import Intervals
+
+BLOCK_ROWS = 128
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.no_grad()
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention`."""
+    kv_heads, share = k.shape[1], q.shape[1] // k.shape[1]
+    queries, keys, values = (_head_major(x, kv_heads) for x in (q, k, v))
+    out = torch.zeros_like(queries)
+    lse = queries.new_full(queries.shape[:2], -torch.inf)
+    for block in intervals.prepared("reference", build_blocks):
+        rows = block.head_rows(share)
+        scores = _scores(queries[:, rows], block.take(keys), block, share, scale)
+        peak = scores.amax(-1, keepdim=True)
+        peak.masked_fill_(peak == -torch.inf, 0.0)
+        weights = scores.sub_(peak).exp_()
+        total = weights.sum(-1, keepdim=True)
+        # The largest score contributes exp(0): a row that sees anything has total >= 1, the others have 0.
+        out[:, rows] = torch.bmm(weights, block.take(values)) / total.clamp_min(1.0)
+        lse[:, rows] = (peak + total.log()).squeeze(-1)
+    out_rows = _token_major(out, q.shape)
+    return out_rows if accumulate else out_rows.to(q.dtype), _token_major(lse.unsqueeze(-1), (*q.shape[:2], 1))[..., 0]
+
+
+@torch.no_grad()
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention_backward`."""
+    kv_heads, share = k.shape[1], q.shape[1] // k.shape[1]
+    queries, keys, values, grads = (_head_major(x, kv_heads) for x in (q, k, v, dout))
+    delta = (grads * _head_major(out, kv_heads)).sum(-1, keepdim=True)
+    lse = _head_major(lse.unsqueeze(-1), kv_heads)
+    # A row that sees nothing has only hidden scores; any finite number in place of its lse gives p = 0.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    for block in intervals.prepared("reference", build_blocks):
+        rows = block.head_rows(share)
+        block_q, block_grad, block_k = queries[:, rows], grads[:, rows], block.take(keys)
+        weights = _scores(block_q, block_k, block, share, scale).sub_(lse[:, rows]).exp_()
+        block.add_to(dv, torch.bmm(weights.mT, block_grad))
+        ds = torch.bmm(block_grad, block.take(values).mT).sub_(delta[:, rows]).mul_(weights).mul_(scale)
+        dq[:, rows] = torch.bmm(ds, block_k)
+        block.add_to(dk, torch.bmm(ds.mT, block_q))
+    shaped = _token_major(dq, q.shape), _token_major(dk, k.shape), _token_major(dv, v.shape)
+    return shaped if accumulate else tuple(x.to(q.dtype) for x in shaped)
+
+
+def _head_major(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[N, H, D] -> [Hk, N * (H / Hk), D] in the accumulation dtype."""
+    rows, heads, size = x.shape
+    share = heads // kv_heads
+    grouped = x.to(accumulation_dtype(x.dtype)).reshape(rows, kv_heads, share, size)
+    return grouped.permute(1, 0, 2, 3).reshape(kv_heads, rows * share, size)
+
+
+def _token_major(x: torch.Tensor, shape) -> torch.Tensor:
+    """Inverse of `_head_major`, to [N, H, D]."""
+    rows, heads, size = shape
+    kv_heads = x.shape[0]
+    return x.reshape(kv_heads, rows, heads // kv_heads, size).permute(1, 0, 2, 3).reshape(rows, heads, size)
+
+
+def _scores(queries: torch.Tensor, keys: torch.Tensor, block: Block, share: int, scale: float) -> torch.Tensor:
+    """[Hk, R * g, D] x [Hk, K, D] -> scaled scores [Hk, R * g, K], -inf where a row does not see a key."""
+    scores = torch.bmm(queries, keys.mT).mul_(scale)
+    if block.hidden is not None:
+        grouped = scores.view(scores.shape[0], -1, share, scores.shape[2])
+        grouped[..., block.masked].masked_fill_(block.hidden, -torch.inf)
+    return scores
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive query rows and the ascending union of the key rows that they see."""
+
+    rows: slice
+    keys: slice | torch.Tensor  # key rows: a slice where the union is one range, else int64 [K]
+    masked: slice  # columns of the union that not every row sees, and those between them
+    hidden: torch.Tensor | None  # bool [R, 1, masked columns], True where the row does not see the key; None: no such
+
+    def head_rows(self, share: int) -> slice:
+        """The block's rows of a head-major query tensor."""
+        return slice(self.rows.start * share, self.rows.stop * share)
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """[Hk, Nk, D] -> [Hk, K, D]."""
+        return x[:, self.keys]
+
+    def add_to(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        """Add [Hk, K, D] to the block's keys of [Hk, Nk, D]. No key occurs twice, so the order of sums is fixed."""
+        x[:, self.keys] += part
+
+
+def build_blocks(intervals: Intervals) -> list[Block]:
+    """Cut the query rows into blocks, on the host, once for each `Intervals`. Blocks that see nothing are left out."""
+    host = {name: getattr(intervals, name).cpu().numpy() for name in ("run_row", "run_length", "span_ptr")}
+    host |= {name: getattr(intervals, name).cpu().numpy() for name in ("span_lo", "span_hi", "diag_lo", "diag_hi")}
+    first = host["run_row"] // BLOCK_ROWS
+    parts = (host["run_row"] + host["run_length"] - 1) // BLOCK_ROWS - first + 1
+    run = np.repeat(np.arange(len(first)), parts)
+    block = _ranges(first, parts)
+    blocks = -(-intervals.rows // BLOCK_ROWS)
+    bounds = np.searchsorted(block, np.arange(blocks + 1)).tolist()
+    built = []
+    for index in range(blocks):
+        rows = slice(index * BLOCK_ROWS, min((index + 1) * BLOCK_ROWS, intervals.rows))
+        made = _build_block(rows, run[bounds[index] : bounds[index + 1]], host, intervals.device)
+        if made is not None:
+            built.append(made)
+    return built
+
+
+def _build_block(rows: slice, run: np.ndarray, host: dict[str, np.ndarray], device: torch.device) -> Block | None:
+    """The block of query rows ``rows``, which the runs ``run`` (ascending) intersect."""
+    row_lo = np.maximum(host["run_row"][run], rows.start)
+    length = np.minimum(host["run_row"][run] + host["run_length"][run], rows.stop) - row_lo
+    spans = host["span_ptr"][run + 1] - host["span_ptr"][run]
+    part = np.repeat(np.arange(len(run)), spans)  # part: a run's rows inside this block
+    span = _ranges(host["span_ptr"][run], spans)
+    lo, hi = host["span_lo"][span], host["span_hi"][span]
+    diagonal = host["diag_lo"][run] >= 0
+    diag_lo = np.where(diagonal, host["diag_lo"][run], 0)
+    diag_hi = np.where(diagonal, host["diag_hi"][run] + row_lo - host["run_row"][run], 0)
+    diag_end = np.where(diagonal, diag_hi + length - 1, 0)
+
+    range_lo, range_hi = _union(np.concatenate([lo, diag_lo]), np.concatenate([hi, diag_end]))
+    if not len(range_lo):
+        return None
+    key = _ranges(range_lo, range_hi - range_lo)
+    lo, hi, diag_lo, diag_hi = (np.searchsorted(key, x) for x in (lo, hi, diag_lo, diag_hi))
+
+    # A column that all rows see is in a span or in the first row's diagonal of every part.
+    change = np.zeros(len(key) + 1, np.int64)
+    for column, weight in ((lo, length[part]), (hi, -length[part]), (diag_lo, length), (diag_hi, -length)):
+        np.add.at(change, column, weight)
+    partial = np.flatnonzero(np.cumsum(change[:-1]) < rows.stop - rows.start)
+    masked = slice(int(partial[0]), int(partial[-1]) + 1) if len(partial) else slice(0, 0)
+    hidden = None
+    if len(partial):
+        row = np.repeat(np.arange(len(run)), length)
+        seen = _seen_spans(part, lo, hi, len(run), masked)[row]
+        column = np.arange(masked.start, masked.stop)
+        end = np.where(diagonal[row], diag_hi[row] + _ranges(np.zeros_like(length), length), 0)
+        seen |= (column >= diag_lo[row, None]) & (column < end[:, None])
+        mask = np.ones((rows.stop - rows.start, 1, len(column)), bool)
+        mask[_ranges(row_lo - rows.start, length), 0] = ~seen
+        hidden = torch.as_tensor(mask, device=device)
+    one = len(range_lo) == 1
+    keys = slice(int(range_lo[0]), int(range_hi[0])) if one else torch.as_tensor(key, device=device)
+    return Block(rows, keys, masked, hidden)
+
+
+def _seen_spans(part: np.ndarray, lo: np.ndarray, hi: np.ndarray, parts: int, columns: slice) -> np.ndarray:
+    """bool [parts, columns]: which columns lie in a span of which part."""
+    change = np.zeros((parts, columns.stop - columns.start + 1), np.int32)
+    np.add.at(change, (part, np.clip(lo, columns.start, columns.stop) - columns.start), 1)
+    np.add.at(change, (part, np.clip(hi, columns.start, columns.stop) - columns.start), -1)
+    return np.cumsum(change[:, :-1], axis=1) > 0
+
+
+def _union(lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Union of ranges as ascending ranges that do not touch; empty ranges are dropped."""
+    lo, hi = lo[hi > lo], hi[hi > lo]
+    order = np.argsort(lo, kind="stable")
+    lo, reach = lo[order], np.maximum.accumulate(hi[order])
+    opens = np.ones(len(lo), bool)
+    opens[1:] = lo[1:] > reach[:-1]
+    return lo[opens], reach[np.append(opens[1:], True)[: len(lo)]]
+
+
+def _ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Concatenation of ``arange(start[i], start[i] + length[i])``."""
+    offset = np.cumsum(length) - length
+    return np.arange(int(length.sum())) + np.repeat(start - offset, length)
