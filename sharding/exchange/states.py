@@ -1,0 +1,146 @@
+"""Recurrent states across ranks: affine summaries of the exits become states at the entries.
+
+Summaries move by head: each rank receives all exits for its share of the heads, folds them on the tree of exits and
+entries, and sends the entry states back. The volume does not depend on the number of ranks, and A stays with the owner
+of the head, so that backward moves only the cotangents of entries and exits.
+
+Shapes: X, Y exits and entries of this rank, GX, GY of all ranks; XA, GXA exits below an entry; H heads, h heads of
+this rank's share; K, V head sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cp_engine.sharding.exchange.rows import all_to_all_rows
+from cp_engine.sharding.gdn_plan import StateFold
+
+
+@dataclass(frozen=True, eq=False)
+class FoldLevel:
+    """Exits whose state follows from the exits of earlier levels."""
+
+    exits: torch.Tensor  # int64 [E]
+    parents: torch.Tensor  # int64 [E] the exit that feeds the entry above each exit
+    transitions: torch.Tensor  # int64 [E] each exit's place among the exits that carry an A
+
+
+@dataclass(frozen=True, eq=False)
+class FoldTables:
+    """A `StateFold` ready to execute on one rank."""
+
+    rank: int
+    exit_counts: list[int]
+    entry_counts: list[int]
+    through_counts: list[int]  # exits below an entry
+    entry_exit: torch.Tensor  # int64 [GY]
+    levels: tuple[FoldLevel, ...]
+
+    @property
+    def empty(self) -> bool:
+        """No state crosses ranks, on any rank."""
+        return len(self.entry_exit) == 0
+
+    def head_bounds(self, heads: int) -> list[int]:
+        """Rank r folds the heads from bound r to bound r + 1."""
+        world = len(self.exit_counts)
+        return [heads * r // world for r in range(world + 1)]
+
+
+def fold_tables(fold: StateFold, rank: int, device: torch.device | str = "cpu") -> FoldTables:
+    through = fold.exit_entry >= 0
+    exit_rank = np.repeat(np.arange(len(fold.exit_counts)), fold.exit_counts)
+    # Level of an exit below an entry: one more than that entry's.
+    level = np.where(through, fold.entry_level[fold.exit_entry] + 1 if len(fold.entry_exit) else 0, 0)
+    transition = np.cumsum(through) - 1
+    levels = []
+    for number in range(1, int(level.max(initial=0)) + 1):
+        exits = np.flatnonzero(level == number)
+        parents = fold.entry_exit[fold.exit_entry[exits]]
+        tables = [torch.as_tensor(x, device=device) for x in (exits, parents, transition[exits])]
+        levels.append(FoldLevel(*tables))
+    return FoldTables(
+        rank=rank,
+        exit_counts=fold.exit_counts.tolist(),
+        entry_counts=fold.entry_counts.tolist(),
+        through_counts=np.bincount(exit_rank[through], minlength=len(fold.exit_counts)).tolist(),
+        entry_exit=torch.as_tensor(fold.entry_exit, device=device),
+        levels=tuple(levels),
+    )
+
+
+def fold_entry_states(
+    offset: torch.Tensor, transition: torch.Tensor, tables: FoldTables, group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States at this rank's entries from the exits' maps ``H_exit = A H_entry + B``. Not differentiable by itself.
+
+    Every rank must call it, also one without exits and entries; when no rank has any, nothing moves.
+
+    Args:
+        offset: B [X, H, K, V] in the accumulation dtype.
+        transition: A [XA, H, K, K] of the exits below an entry, in the order of the exits.
+
+    Returns:
+        Entry states [Y, H, K, V], and A of all ranks for this rank's heads [GXA, h, K, K], which backward needs.
+    """
+    if tables.empty:
+        return offset, transition
+    received = _to_head_owners([offset, transition], [tables.exit_counts, tables.through_counts], tables, group)
+    state, transition = received
+    for level in tables.levels:
+        state.index_add_(0, level.exits, transition[level.transitions] @ state[level.parents])
+    return _from_head_owners(state[tables.entry_exit], tables.entry_counts, offset.shape[1], tables, group), transition
+
+
+def fold_exit_cotangents(dentry: torch.Tensor, transition: torch.Tensor, tables: FoldTables, group) -> torch.Tensor:
+    """Adjoint of `fold_entry_states` in B: gradients of this rank's exit states [X, H, K, V].
+
+    Args:
+        dentry: [Y, H, K, V] gradients of the entry states with zero gradients at this rank's exits.
+        transition: the A that `fold_entry_states` returned.
+    """
+    if tables.empty:
+        return dentry
+    (cotangent,) = _to_head_owners([dentry], [tables.entry_counts], tables, group)
+    dstate = cotangent.new_zeros((sum(tables.exit_counts), *cotangent.shape[1:]))
+    dstate.index_add_(0, tables.entry_exit, cotangent)
+    for level in reversed(tables.levels):
+        dstate.index_add_(0, level.parents, transition[level.transitions].mT @ dstate[level.exits])
+    return _from_head_owners(dstate, tables.exit_counts, dentry.shape[1], tables, group)
+
+
+def _to_head_owners(
+    tensors: list[torch.Tensor], counts: list[list[int]], tables: FoldTables, group
+) -> list[torch.Tensor]:
+    """Tensors [N_rank, H, a, b] -> [sum N, h, a, b], all in one all-to-all-v; ``counts`` has each one's N by rank."""
+    bounds = tables.head_bounds(tensors[0].shape[1])
+    world, own = len(bounds) - 1, bounds[tables.rank + 1] - bounds[tables.rank]
+    parts = [t[:, bounds[p] : bounds[p + 1]].reshape(-1) for p in range(world) for t in tensors]
+    sizes = [t.shape[2] * t.shape[3] for t in tensors]
+    send = [(bounds[p + 1] - bounds[p]) * sum(len(t) * s for t, s in zip(tensors, sizes, strict=True))
+            for p in range(world)]  # fmt: skip
+    blocks = [own * count[p] * size for p in range(world) for count, size in zip(counts, sizes, strict=True)]
+    recv = [sum(blocks[p * len(tensors) : (p + 1) * len(tensors)]) for p in range(world)]
+    received = all_to_all_rows(torch.cat(parts), send, recv, group).split(blocks)
+    return [
+        torch.cat(received[i :: len(tensors)]).view(-1, own, *t.shape[2:])
+        if own
+        else t.new_empty((sum(counts[i]), 0, *t.shape[2:]))
+        for i, t in enumerate(tensors)
+    ]
+
+
+def _from_head_owners(x: torch.Tensor, counts: list[int], heads: int, tables: FoldTables, group) -> torch.Tensor:
+    """[sum N, h, K, V] of this rank's heads -> [N_rank, H, K, V] of this rank's exits or entries."""
+    bounds = tables.head_bounds(heads)
+    mine, size = counts[tables.rank], x.shape[2] * x.shape[3]
+    send = [n * x.shape[1] * size for n in counts]
+    recv = [mine * (hi - lo) * size for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+    parts = all_to_all_rows(x.reshape(-1), send, recv, group).split(recv)
+    shares = [
+        part.view(mine, hi - lo, *x.shape[2:]) for part, lo, hi in zip(parts, bounds[:-1], bounds[1:], strict=True)
+    ]
+    return torch.cat(shares, dim=1)
