@@ -18,7 +18,7 @@ from cp_engine.metrics import StepMeter
 from cp_engine.models.load import load_model, prepare_for_trees, save_model
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import device_pack
-from cp_engine.rollouts import Rollout
+from cp_engine.rollouts import Rollout, check_rollouts
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.step import StepData, pack_loss, plan_pack, prepare_step
 
@@ -56,7 +56,8 @@ class Engine:
             device=self.ranks.device,
         )
         self.conv_width = conv_width(hf_model.config)
-        self.model = TreeCausalLM(prepare_for_trees(hf_model)).train()
+        prepare_for_trees(hf_model)
+        self.model = TreeCausalLM(hf_model).train()
         optimizer = config.optimizer
         self.optimizer = torch.optim.AdamW(
             (p for p in self.model.parameters() if p.requires_grad),
@@ -70,7 +71,7 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         """Ids in rollouts must be smaller."""
-        return self.model.hf_model.config.get_text_config().vocab_size
+        return self.model.causal_lm.config.get_text_config().vocab_size
 
     def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """One forward, backward and optimizer step over all rollouts; returns the step's metrics.
@@ -80,6 +81,7 @@ class Engine:
                 given different rollouts (raised on every rank).
         """
         started = time.perf_counter()
+        check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
         step = prepare_step(rollouts, self.config.packing, self.config.loss)
         require_equal_digests(step.digest(), "step", self.ranks)
         self.optimizer.zero_grad(set_to_none=True)
@@ -109,6 +111,6 @@ class Engine:
         """Write the weights as a Hugging Face folder that plain `transformers` loads. Every rank calls it."""
         if self.ranks.is_first:
             source = self.config.model.path if Path(self.config.model.path).is_dir() else None
-            save_model(self.model.hf_model, path, source=source)
+            save_model(self.model.causal_lm, path, source=source)
         if self.ranks.group is not None:
             dist.barrier(group=self.ranks.group)

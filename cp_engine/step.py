@@ -45,7 +45,7 @@ class StepData:
 
     def occurrence_index(self, pack: Pack, plan: ShardPlan) -> np.ndarray:
         """int64 [O]: the flat token of each occurrence of this rank in the pack."""
-        rollout = pack.rollout[plan.loss.occurrence_rollout]
+        rollout = pack.rollouts[plan.loss.occurrence_rollout]
         return self.flat.row_start[rollout] + plan.loss.occurrence_position
 
     def digest(self) -> str:
@@ -55,7 +55,7 @@ class StepData:
         for array in (*arrays, self.old_logprob, self.ref_logprob, self.sampler_logprob):
             digest.update(str(len(array)).encode() + np.ascontiguousarray(array).tobytes())
         for pack in self.packs:
-            digest.update(np.ascontiguousarray(pack.rollout).tobytes())
+            digest.update(np.ascontiguousarray(pack.rollouts).tobytes())
         return digest.hexdigest()
 
 
@@ -183,6 +183,6 @@ def pack_loss(
             on_device(step.sampler_logprob[index]),
         )
         result = grpo_loss(log_prob, values, clip=loss.clip, kl_coef=loss.kl_coef, sampler_cap=loss.sampler_cap)
-    weight = on_device(step.weight[pack.rollout[plan.loss.occurrence_rollout]])
+    weight = on_device(step.weight[pack.rollouts[plan.loss.occurrence_rollout]])
     entropy = edge_entropy.detach()[device_pack.occurrence_edge]
     return PackLoss((weight * result.loss).sum(), log_prob.detach(), entropy, result)

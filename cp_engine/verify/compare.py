@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 # A tensor whose gradients are all tiny is measured against this share of the model's largest gradient.
@@ -18,25 +19,27 @@ class GradientError:
     tensor: str
 
 
-def gradient_error(tree: nn.Module, flat: nn.Module) -> GradientError:
+def gradient_error(tree: nn.Module, flat: dict[str, torch.Tensor]) -> GradientError:
     """Max-norm error of each parameter's gradient over max(its own max, 1e-3 × the model's largest gradient).
 
     A parameter that has a gradient in only one of the two, or a gradient that is not finite, counts as infinitely
     wrong.
+
+    Args:
+        tree: the model whose gradients are judged.
+        flat: the true gradient of each of its parameters, by name; absent where there is none.
     """
-    mine, theirs = dict(tree.named_parameters()), dict(flat.named_parameters())
-    assert mine.keys() == theirs.keys(), "the two models have different parameters"
-    largest = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None)
+    largest = max(float(gradient.abs().max()) for gradient in flat.values())
     worst = GradientError(0.0, "")
-    for name, parameter in theirs.items():
-        a, b = mine[name].grad, parameter.grad
-        if a is None and b is None:
+    for name, parameter in tree.named_parameters():
+        mine, truth = parameter.grad, flat.get(name)
+        if mine is None and truth is None:
             continue
-        if a is None or b is None:
+        if mine is None or truth is None:
             return GradientError(float("inf"), name)
-        error = float((a - b).abs().max()) / max(float(b.abs().max()), _FLOOR * largest)
-        if not error <= worst.error:  # also true for NaN
+        error = float((mine - truth).abs().max()) / max(float(truth.abs().max()), _FLOOR * largest)
+        if error != error:
+            return GradientError(float("inf"), name)
+        if error >= worst.error:
             worst = GradientError(error, name)
-            if error != error:
-                return GradientError(float("inf"), name)
     return worst

@@ -18,7 +18,7 @@ from cp_engine.engine import Engine
 from cp_engine.models.cpu import make_cpu_runnable
 from cp_engine.models.load import load_model
 from cp_engine.models.precision import keep_float64
-from cp_engine.models.presets import is_preset, state_half_life
+from cp_engine.models.presets import PRESETS, state_half_life
 from cp_engine.rollouts import Rollout
 from cp_engine.sharding.packing import Pack
 from cp_engine.sharding.plan import ShardPlan
@@ -84,40 +84,71 @@ class _Collector:
         self.low += float(result.occurrence.clipped_low.sum())
 
 
+@dataclass(frozen=True, eq=False)
+class FlatRun:
+    """The oracle's result, equal on every rank: what any tree run of the same weights and loss must reproduce."""
+
+    step: StepData  # with the drawn values of a policy loss
+    vocab_size: int | None
+    log_prob: np.ndarray  # float64 [N]
+    loss: float
+    gradient: dict[str, torch.Tensor]
+    state_half_life: float | None
+
+
 def verify(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> dict[str, Any]:
     """Compare the tree engine with flat rows; equal result on every rank.
 
     Returns:
         the figures, with ``ok`` telling whether all errors are within the bound.
     """
-    started = time.perf_counter()
+    return verify_tree(run_flat(rollouts, options, ranks), options, ranks)
+
+
+def run_flat(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> FlatRun:
+    """Run every rollout alone through the unmodified model, rows spread over the ranks."""
     vocab_size = None
-    if is_preset(options.model):
+    if options.model in PRESETS:
         vocab_size = options.full_vocab
         if vocab_size is None:
             rollouts, vocab_size = reindex(rollouts)
     config = options.config(ranks.world, vocab_size)
-    # Weights and packs do not depend on the loss; a policy loss gets its values below, around the model's own.
+    # Weights and packs do not depend on the loss; a policy loss gets its values around the model's own log-probs.
     step = prepare_step(rollouts, config.packing, LossConfig(name="sft", aggregation=options.aggregation))
     drawn = None if options.loss == "sft" else draw_values(len(step.flat.token), config.loss.clip, options.seed)
+    with _precision(options):
+        dtype = getattr(torch, options.dtype)
+        model = load_model(options.model, dtype, vocab_size=vocab_size, seed=options.seed, device=ranks.device).train()
+        make_cpu_runnable(model)
+        rows = spread_rows(np.diff(step.flat.row_start), ranks.world)[ranks.rank]
+        log_prob, loss = run_rows(model, step, rows, config.loss, drawn, ranks.device)
+        sum_gradients(model, ranks)
+    log_prob, loss = _sum(log_prob, ranks), float(_sum(np.array([loss]), ranks)[0])
+    return FlatRun(
+        step=step if drawn is None else _with_values(step, drawn, log_prob),
+        vocab_size=vocab_size,
+        log_prob=log_prob,
+        loss=loss,
+        gradient={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        state_half_life=state_half_life(model),
+    )
 
-    with keep_float64() if options.dtype == "float64" else contextlib.nullcontext():
-        engine = Engine(config, ranks)
-        flat_model = make_cpu_runnable(
-            load_model(options.model, engine.dtype, vocab_size=vocab_size, seed=options.seed, device=ranks.device)
-        ).train()
-        rows = spread_rows(step.flat.row_length, ranks.world)[ranks.rank]
-        flat_logprob, flat_loss = run_rows(flat_model, step, rows, config.loss, drawn, ranks.device)
-        flat_logprob, flat_loss = _sum(flat_logprob, ranks), float(_sum(np.array([flat_loss]), ranks)[0])
-        sum_gradients(flat_model, ranks)
-        if drawn is not None:
-            step = _with_values(step, drawn, flat_logprob)
-        collector = _Collector(step)
-        engine.accumulate_gradients(step, collector)
-    worst = gradient_error(engine.model.hf_model, flat_model)
-    figures = _figures(step, collector, flat_logprob, flat_loss, ranks)
-    figures |= {"max_grad_err": worst.error, "worst_tensor": worst.tensor, "state_half_life": state_half_life(flat_model)}
+
+def verify_tree(flat: FlatRun, options: VerifyOptions, ranks: Ranks) -> dict[str, Any]:
+    """Run the tree engine on the same step and compare."""
+    started = time.perf_counter()
+    with _precision(options):
+        engine = Engine(options.config(ranks.world, flat.vocab_size), ranks)
+        collector = _Collector(flat.step)
+        engine.accumulate_gradients(flat.step, collector)
+    figures = _figures(flat, collector, ranks)
+    worst = gradient_error(engine.model.causal_lm, flat.gradient)
+    figures |= {"max_grad_err": worst.error, "worst_tensor": worst.tensor, "state_half_life": flat.state_half_life}
     return _verdict(figures, options, ranks, time.perf_counter() - started)
+
+
+def _precision(options: VerifyOptions):
+    return keep_float64() if options.dtype == "float64" else contextlib.nullcontext()
 
 
 def reindex(rollouts: list[Rollout]) -> tuple[list[Rollout], int]:
@@ -146,7 +177,8 @@ def _sum(values: np.ndarray, ranks: Ranks) -> np.ndarray:
     return total.cpu().numpy()
 
 
-def _figures(step: StepData, collector: _Collector, flat_logprob: np.ndarray, flat_loss: float, ranks: Ranks) -> dict:
+def _figures(flat: FlatRun, collector: _Collector, ranks: Ranks) -> dict[str, Any]:
+    step = flat.step
     seen, tree_logprob = _sum(collector.seen, ranks), _sum(collector.log_prob, ranks)
     counted = step.flat.loss_mask.copy()
     counted[step.flat.row_start[:-1]] = False
@@ -162,9 +194,9 @@ def _figures(step: StepData, collector: _Collector, flat_logprob: np.ndarray, fl
         "tree_tokens": step.tree_tokens,
         "flat_tokens": step.flat_tokens,
         "loss": tree_loss,
-        "max_logprob_err": float(np.abs(tree_logprob - flat_logprob).max()),
+        "max_logprob_err": float(np.abs(tree_logprob - flat.log_prob).max()),
         # A loss of advantages of both signs may be near zero: it is measured against at least 1e-3.
-        "loss_err": abs(tree_loss - flat_loss) / max(abs(flat_loss), 1e-3),
+        "loss_err": abs(tree_loss - flat.loss) / max(abs(flat.loss), 1e-3),
         "clipped_high": high / occurrences,
         "clipped_low": low / occurrences,
     }
@@ -180,7 +212,7 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
     if options.loss != "sft" and not (figures["clipped_high"] and figures["clipped_low"]):
         reasons.append("no occurrence is clipped on one side")
     half_life = figures["state_half_life"]
-    if half_life is not None and half_life < MIN_HALF_LIFE and is_preset(options.model):
+    if half_life is not None and half_life < MIN_HALF_LIFE and options.model in PRESETS:
         reasons.append(f"recurrent states fade in {half_life:.0f} tokens, which would hide a wrong state")
     return {
         "ok": not reasons,
@@ -193,5 +225,5 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         "gdn_exchange": options.gdn_exchange,
         "dtype": options.dtype,
         "loss_name": options.loss,
-        "seconds": seconds,
+        "tree_seconds": seconds,
     }
