@@ -11,7 +11,9 @@ old="$venv/transformers-$oldest"
 if [[ ! -d "$old" ]]; then
     echo "test: installing transformers $oldest beside the newest one"
     rm -rf "$old.part"
-    "$python" -m pip install --quiet --no-deps --target "$old.part" "transformers==$oldest"
+    # It wants an older hub client, which speaks through httpx; the rest it shares with the environment.
+    "$python" -m pip install --quiet --no-deps --target "$old.part" "transformers==$oldest" "huggingface-hub<2"
+    "$python" -m pip install --quiet --target "$old.part" httpx
     mv "$old.part" "$old"
 fi
 
