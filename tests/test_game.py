@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cp_engine.sharding.forest import build_forest
 
+from cp_engine.sharding.forest import build_forest
 from launch import game as coin_game
 from launch.game import ALPHABET, BEGIN, LEVELS, MODEL, POLICY_NOISE, TOOL, Game
 
