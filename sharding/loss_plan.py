@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.forest import Forest, expand_ranges
 from cp_engine.sharding.layout import Layout
 
 
@@ -44,26 +44,35 @@ def loss_plan(forest: Forest, layout: Layout, rank: int, loss_mask: np.ndarray) 
     length = forest.rollout_length
     loss_mask = np.asarray(loss_mask, bool)
     assert len(loss_mask) == int(length.sum()), "loss mask does not cover the rollouts"
-    rollout = np.repeat(np.arange(forest.rollouts), length)
-    position = np.arange(len(loss_mask)) - np.repeat(np.cumsum(length) - length, length)
-    trained = np.flatnonzero(loss_mask & (position > 0))
-    token = forest.flat_to_tree()[trained]
-    predictor = forest.token_parent[token]
-    mine = layout.owner[predictor] == rank
-    trained, token = trained[mine], token[mine]
+    # Only tokens with a predictor on this rank are followed into the rollouts, so a rank's work is its own share.
+    predictor = forest.token_parent
+    mine = np.flatnonzero((predictor >= 0) & (layout.owner[predictor] == rank))
+    first = np.searchsorted(mine, forest.segment_start)
+    rollout, segment = forest.path_segments()
+    count = (first[1:] - first[:-1])[segment]
+    token = mine[expand_ranges(first[segment], count)]
+    rollout = np.repeat(rollout, count)
+    position = forest.position[token]
+    trained = loss_mask[(np.cumsum(length) - length)[rollout] + position]
+    token, rollout, position = token[trained], rollout[trained], position[trained]
+
+    used = np.zeros(forest.tokens, bool)
+    used[token] = True
+    edge_token = np.flatnonzero(used)
     # Edges in the order of (predictor, target): siblings' first tokens follow their common predictor.
-    edge_token, edge_of = np.unique(token, return_inverse=True)
-    order = np.lexsort((edge_token, forest.token_parent[edge_token]))
-    rank_of_edge = np.empty(len(order), np.int64)
-    rank_of_edge[order] = np.arange(len(order))
+    order = np.argsort(predictor[edge_token], kind="stable")
+    edge_of = np.empty(forest.tokens, np.int64)
+    edge_of[edge_token[order]] = np.arange(len(order))
     edge_token = edge_token[order]
-    predictor_token, edge_predictor = np.unique(forest.token_parent[edge_token], return_inverse=True)
+    above = predictor[edge_token]
+    opens = np.ones(len(above), bool)
+    opens[1:] = above[1:] != above[:-1]
     return LossPlan(
-        predictor_row=layout.local_row[predictor_token],
-        edge_predictor=edge_predictor.astype(np.int64),
+        predictor_row=layout.local_row[above[opens]],
+        edge_predictor=np.cumsum(opens) - 1,
         edge_target=forest.token[edge_token],
         edge_token=edge_token,
-        occurrence_edge=rank_of_edge[edge_of],
-        occurrence_rollout=rollout[trained],
-        occurrence_position=position[trained],
+        occurrence_edge=edge_of[token],
+        occurrence_rollout=rollout,
+        occurrence_position=position,
     )
