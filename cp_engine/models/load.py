@@ -1,0 +1,115 @@
+"""Models from presets and local folders, made ready for trees, and saved as folders that `transformers` loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from cp_engine.models.hf_attention import ATTENTION_NAME, register_attention
+from cp_engine.models.hf_gdn import patch_gdn_layers
+from cp_engine.models.presets import PRESETS, preset_model
+from cp_engine.models.source_folder import write_into_source
+from cp_engine.models.support import check_supported
+
+
+def load_model(
+    path_or_preset: str | os.PathLike,
+    dtype: torch.dtype,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """A `transformers` causal LM, unmodified.
+
+    Of a Qwen3.5 folder with a vision tower this is the text part.
+
+    Args:
+        path_or_preset: a local folder in the Hugging Face format, or the name of a random preset.
+        dtype: of the parameters. RoPE frequencies stay float32.
+        vocab_size: of a preset; None for its default. A folder has its own.
+        seed: of a preset's weights.
+
+    Raises:
+        ValueError: for a name that is neither, a vocabulary for a folder, or a folder that lacks weights.
+    """
+    name = os.fspath(path_or_preset)
+    if name in PRESETS:
+        return preset_model(name, dtype, vocab_size, seed).to(device)
+    if not (Path(name) / "config.json").is_file():
+        raise ValueError(
+            f"model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a local folder that holds a config.json"
+        )
+    if vocab_size is not None:
+        raise ValueError(f"a vocabulary of {vocab_size} was asked for, but the folder {name!r} has its own")
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        # The library would go on with random numbers in their place.
+        raise ValueError(f"the folder {name!r} lacks the weights {', '.join(sorted(info['missing_keys']))}")
+    return model.to(device)
+
+
+def prepare_for_trees(model: nn.Module) -> None:
+    """Make a causal LM run on packed trees, in place; modules and weights stay as they are.
+
+    Afterwards it runs only through `TreeCausalLM`. The attention's name lives in the config object and is not written
+    to config.json.
+
+    Raises:
+        ValueError: if the tree layers would not compute the model exactly.
+    """
+    check_supported(model.config)
+    register_attention()
+    model.set_attn_implementation(ATTENTION_NAME)
+    patch_gdn_layers(model)
+
+
+def save_model(model: nn.Module, out: str | os.PathLike, source: str | os.PathLike | None = None) -> None:
+    """Save a causal LM as a folder that plain `transformers` loads. Call it on one rank.
+
+    The folder is written beside ``out`` and renamed, so ``out`` is always whole: the old one or the new one.
+
+    Args:
+        model: with whole (not sharded) parameters; it may be prepared for trees.
+        out: may exist if it is empty or a model folder, which is then replaced.
+        source: the folder that the model was loaded from. Its architecture, config, tensors that the model does not
+            hold (such as a vision tower) and side files (tokenizer, generation config, templates) are kept; only
+            tensors that training changed are replaced, in the dtype that they have there.
+
+    Raises:
+        ValueError: if ``out`` is something else, or ``source`` does not hold the model's tensors.
+    """
+    with _replaced_folder(Path(out)) as folder:
+        if source is None:
+            model.save_pretrained(folder)
+        else:
+            write_into_source(model, Path(source), folder)
+
+
+@contextmanager
+def _replaced_folder(out: Path) -> Iterator[Path]:
+    """A new folder beside ``out`` that takes its place when the block ends well, and vanishes when it does not."""
+    if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
+        raise ValueError(f"{str(out)!r} exists and is not a model folder; choose another place to save to")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (out.parent / f".{out.name}.{kind}-{os.getpid()}" for kind in ("partial", "old"))
+    partial.mkdir()
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    # If one of the renames fails, both folders are left whole.
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)

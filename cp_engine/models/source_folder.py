@@ -1,0 +1,78 @@
+"""Writing trained tensors into a copy of the folder that a model came from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_INDEX = "model.safetensors.index.json"
+# Weights in whatever format: those of the model are written anew, others would be stale.
+_WEIGHT_FILES = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+
+
+def write_into_source(model: nn.Module, source: Path, out: Path) -> None:
+    """Copy ``source`` to the empty folder ``out`` with the tensors that training changed replaced.
+
+    A tensor is unchanged, and kept bit for bit, if the source's value cast to the model's dtype is the model's value.
+    Goes file by file, so memory holds one weight file besides the model.
+
+    Raises:
+        ValueError: if the source has no safetensors weights, or lacks a tensor of the model.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    ours = _source_names(model, source)
+    ignored = shutil.ignore_patterns(*_WEIGHT_FILES, ".*")
+    shutil.copytree(source, out, ignore=ignored, dirs_exist_ok=True)
+    if (source / _INDEX).is_file():
+        shutil.copy2(source / _INDEX, out / _INDEX)
+    for file in _weight_files(source):
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: _trained(opened.get_tensor(name), ours.get(name), name) for name in opened.keys()}
+            save_file(tensors, out / file.name, metadata=opened.metadata())
+
+
+def _weight_files(source: Path) -> list[Path]:
+    if (source / _INDEX).is_file():
+        index = json.loads((source / _INDEX).read_text())
+        return [source / name for name in sorted(set(index["weight_map"].values()))]
+    if (source / "model.safetensors").is_file():
+        return [source / "model.safetensors"]
+    raise ValueError(f"the folder {str(source)!r} has no safetensors weights (model.safetensors or {_INDEX})")
+
+
+def _source_names(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names that they have in the source."""
+    from safetensors import safe_open
+
+    there: set[str] = set()
+    for file in _weight_files(source):
+        with safe_open(file, framework="pt") as opened:
+            there.update(opened.keys())
+    found, lacking = {}, []
+    tied = set(getattr(model, "all_tied_weights_keys", ()) or ())
+    for name, tensor in model.state_dict().items():
+        # A folder with a vision tower holds the text part one level further down.
+        candidates = (name, name.replace("model.", "model.language_model.", 1))
+        match = next((candidate for candidate in candidates if candidate in there), None)
+        if match is not None:
+            found[match] = tensor.detach()
+        elif name not in tied:
+            lacking.append(name)
+    if lacking:
+        raise ValueError(f"the folder {str(source)!r} is not this model's source: it lacks {', '.join(lacking)}")
+    return found
+
+
+def _trained(old: torch.Tensor, new: torch.Tensor | None, name: str) -> torch.Tensor:
+    if new is None:
+        return old
+    if new.shape != old.shape:
+        raise ValueError(f"{name} has shape {list(new.shape)}, but {list(old.shape)} in the source folder")
+    new = new.cpu()
+    return old if torch.equal(old.to(new.dtype), new) else new.to(old.dtype).contiguous()

@@ -1,0 +1,44 @@
+"""The one module that distributed engines wrap.
+
+Shapes: n local rows, C hidden size, E edges.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cp_engine.kernels.logprob import edge_logprobs
+from cp_engine.pack import PACK_KEYWORD, DevicePack
+
+
+class TreeCausalLM(nn.Module):
+    """A `transformers` causal LM whose forward scores the edges of a packed tree.
+
+    It holds embedding, decoder, final norm and head, and nothing reads a parameter outside its forward: with sharded
+    parameters (ZeRO-3, FSDP2) they are whole only there.
+
+    Args:
+        causal_lm: a model that went through `prepare_for_trees`, with adapters already injected if there are any.
+    """
+
+    def __init__(self, causal_lm: nn.Module):
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, pack: DevicePack, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob and entropy (nats) of each edge that this rank scores.
+
+        Every rank of the pack's group must call it, ranks without tokens too.
+
+        Returns:
+            log_prob [E] and entropy [E] in the accumulation dtype.
+
+        Raises:
+            ValueError: for a temperature that is not a positive number.
+        """
+        hidden = self.causal_lm.base_model(
+            input_ids=pack.token_id, position_ids=pack.position, use_cache=False, **{PACK_KEYWORD: pack}
+        ).last_hidden_state  # [1, n, C]
+        head = self.causal_lm.get_output_embeddings()
+        return edge_logprobs(hidden[0], head, pack.edges, self.causal_lm.config.vocab_size, temperature)

@@ -1,0 +1,77 @@
+"""One rank's pack on its device.
+
+Shapes: n local rows, E edges, O occurrences.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from cp_engine.kernels.logprob import edge_tables
+from cp_engine.layers.attention import attention_tables
+from cp_engine.layers.gdn import gdn_tables
+from cp_engine.sharding.plan import ShardPlan
+
+PACK_KEYWORD = "tree_pack"  # the keyword of ``model(...)`` under which a pack travels to every layer
+
+
+class DevicePack:
+    """Everything that the layers and the loss read about one pack, as one opaque handle.
+
+    It travels as a keyword through ``model(...)`` down to each layer, so activation recompute with two packs in flight
+    sees its own. It is a plain class, not a dataclass, dict or tuple: distributed engines walk through those in a
+    module's arguments and cast the float tensors they find (FSDP2's mixed precision rounds them to bfloat16) or move
+    them; this one they pass on untouched.
+
+    Attributes:
+        plan: the `ShardPlan` it was made from.
+        group: process group of the CP ranks; None for a single rank.
+        token_id, position: int64 [1, n].
+        attention: `AttentionTables`.
+        gdn: `GdnTables`, None for a model without GDN layers.
+        edges: `EdgeTables` of the E edges that this rank scores.
+        occurrence_edge: int64 [O] index into the edges.
+        occurrence_rollout: int64 [O] rollout of the pack.
+        occurrence_position: int64 [O] position of the target in the rollout.
+    """
+
+    def __init__(self, plan: ShardPlan, group, device: torch.device | str):
+        def on_device(array):
+            return torch.as_tensor(array, dtype=torch.int64, device=device)
+
+        self.plan = plan
+        self.group = group
+        self.token_id = on_device(plan.token_id)[None]
+        self.position = on_device(plan.position)[None]
+        self.attention = attention_tables(plan.attention, plan.rank, device)
+        self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
+        loss = plan.loss
+        self.edges = edge_tables(loss.predictor_row, loss.edge_predictor, loss.edge_target, device)
+        self.occurrence_edge = on_device(loss.occurrence_edge)
+        self.occurrence_rollout = on_device(loss.occurrence_rollout)
+        self.occurrence_position = on_device(loss.occurrence_position)
+
+
+def device_pack(plan: ShardPlan, group=None, device: torch.device | str = "cpu") -> DevicePack:
+    """Put a rank's plan on its device. ``group`` is the process group of the CP ranks, None for a single rank."""
+    world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    assert (plan.world, plan.rank) == (world, rank), (
+        f"plan of rank {plan.rank} of {plan.world} on rank {rank} of a group of {world}"
+    )
+    return DevicePack(plan, group, device)
+
+
+def pack_of(kwargs: dict, layer: str) -> DevicePack:
+    """The pack among the keywords of a layer, which ``layer`` names.
+
+    Raises:
+        ValueError: if there is none: the model was called as if it were a plain one.
+    """
+    pack = kwargs.get(PACK_KEYWORD)
+    if pack is None:
+        raise ValueError(
+            f"{layer} got no packed tree. A model prepared by prepare_for_trees runs only through TreeCausalLM; to "
+            "generate, or to run plain rows, save it and load the folder with transformers"
+        )
+    return pack

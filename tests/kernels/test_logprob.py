@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cp_engine.kernels.logprob import api, edge_logprobs, edge_tables
+
+# Rows [11,12,13,14,15], [11,12,13,14,21,22], [11,12,31], the first row again, [11,12,13], [41].
+# Depth-first rows: 11 12 13 14 21 22 15 31 41 -> 0..8; edges (predictor row -> target: multiplicity).
+EDGES = {(0, 12): 5, (1, 13): 4, (1, 31): 1, (2, 14): 3, (3, 15): 2, (3, 21): 1, (4, 22): 1}
+
+
+def closed_form_tables():
+    pairs = list(EDGES)
+    rows = sorted({row for row, _ in pairs})
+    return edge_tables(
+        np.array(rows), np.array([rows.index(row) for row, _ in pairs]), np.array([target for _, target in pairs])
+    )
+
+
+def random_edges(seed, rows=37, predictors=23, edges=61, vocab=50):
+    rng = np.random.default_rng(seed)
+    row = np.sort(rng.choice(rows, predictors, replace=False))
+    extra = rng.integers(0, predictors, edges - predictors)
+    return row, np.sort(np.concatenate([np.arange(predictors), extra])), rng.integers(0, vocab, edges)
+
+
+def dense(hidden, head, row, predictor, target, temperature):
+    """The definition on all logits at once."""
+    z = head(hidden)[torch.as_tensor(row)] / temperature
+    p = z.exp() / z.exp().sum(-1, keepdim=True)
+    entropy = -(p * p.log()).sum(-1)
+    predictor, target = torch.as_tensor(predictor), torch.as_tensor(target)
+    return p[predictor, target].log(), entropy[predictor]
+
+
+def run(fn, hidden, head, *args):
+    hidden = hidden.clone().requires_grad_()
+    head.zero_grad()
+    log_prob, entropy = fn(hidden, head, *args)
+    weight = torch.linspace(-1.0, 2.0, len(log_prob), dtype=log_prob.dtype)
+    ((log_prob * weight).sum() + 0.3 * (entropy * weight.flip(0)).sum()).backward()
+    return log_prob.detach(), entropy.detach(), hidden.grad, *(p.grad for p in head.parameters())
+
+
+def test_uniform_logits_have_the_closed_form_gradient():
+    tables = closed_form_tables()
+    logits = torch.zeros(9, 64, dtype=torch.float64, requires_grad=True)
+    log_prob, entropy = edge_logprobs(logits, nn.Identity(), tables, 64)
+    assert torch.allclose(log_prob, torch.full((7,), -np.log(64.0), dtype=torch.float64), rtol=1e-15)
+    assert torch.allclose(entropy, torch.full((7,), np.log(64.0), dtype=torch.float64), rtol=1e-15)
+    (-(log_prob * torch.tensor(list(EDGES.values()))).sum()).backward()
+    expected = torch.full((64,), 3 / 64, dtype=torch.float64)
+    expected[15] -= 2
+    expected[21] -= 1
+    assert (logits.grad[3] - expected).abs().max() < 1e-15
+    assert not logits.grad[5:].any()  # 22, 15, 31 and 41 predict nothing
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 23, 1000])
+def test_chunks_equal_the_definition_with_gradients(monkeypatch, chunk_rows):
+    monkeypatch.setattr(api, "MAX_CHUNK_LOGITS", 50 * chunk_rows)
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(8, 50, dtype=torch.float64), torch.randn(37, 8, dtype=torch.float64)
+    edges = random_edges(1)
+    expected = run(dense, hidden, head, *edges, 0.7)
+    found = run(edge_logprobs, hidden, head, edge_tables(*edges), 50, 0.7)
+    for a, b in zip(expected, found, strict=True):
+        assert (a - b).abs().max() <= 1e-13 * max(1.0, float(a.abs().max()))
+
+
+def test_no_chunk_exceeds_the_bound_and_backward_recomputes(monkeypatch):
+    monkeypatch.setattr(api, "MAX_CHUNK_LOGITS", 50 * 5)
+    sizes = []
+    head = nn.Linear(8, 50)
+    head.register_forward_hook(lambda module, args, out: sizes.append(out.numel()))
+    hidden = torch.randn(37, 8, requires_grad=True)
+    log_prob, _ = edge_logprobs(hidden, head, edge_tables(*random_edges(2)), 50)
+    assert len(sizes) == 5 and max(sizes) <= 250
+    log_prob.sum().backward()
+    assert len(sizes) == 10 and max(sizes) <= 250
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_logits_are_reduced_in_float32(dtype):
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(8, 50, dtype=dtype), torch.randn(37, 8).to(dtype)
+    edges = random_edges(3)
+    log_prob, entropy, hidden_grad, *_ = run(edge_logprobs, hidden, head, edge_tables(*edges), 50)
+    assert log_prob.dtype == entropy.dtype == torch.float32 and hidden_grad.dtype == dtype
+    logits = head(hidden[torch.as_tensor(edges[0])]).double()  # rounded to dtype, as the kernel gets them
+    z = logits.log_softmax(-1)[torch.as_tensor(edges[1]), torch.as_tensor(edges[2])]
+    assert (log_prob - z).abs().max() < 2e-6
+
+
+def test_a_rank_without_predictors_gives_zero_gradients_to_everything():
+    head, hidden = nn.Linear(8, 50), torch.randn(1, 8, requires_grad=True)
+    empty = np.empty(0, np.int64)
+    log_prob, entropy = edge_logprobs(hidden, head, edge_tables(empty, empty, empty), 50)
+    assert log_prob.shape == entropy.shape == (0,)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_temperature_must_be_positive(temperature):
+    with pytest.raises(ValueError, match="temperature must be a positive number"):
+        edge_logprobs(torch.zeros(9, 64), nn.Identity(), closed_form_tables(), 64, temperature)
