@@ -1,0 +1,276 @@
+"""What a layout costs each rank, counted: tokens, pairs, kernel tiles, rows moved, recurrent states moved.
+
+Everything is counted exactly, for all ranks at once, with no loop over tokens, tiles or ranks.
+
+Shapes: T tokens, S segments, P ranks, N pieces. A *keyed* token of rank r is ``r * (T + 1) + token``, so that one
+sorted array holds the intervals of all ranks and those of two ranks never touch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.intervals import path_spans
+from cp_engine.sharding.layout import Layout, contiguous_layout
+
+TILE = 128  # query rows and key rows of one attention tile
+CHUNK = 64  # tokens of one recurrent chunk
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentFigures:
+    """Counts of one layout in a recurrent layer, one entry a rank; int64 [P]."""
+
+    chunks: np.ndarray  # chunks of at most 64 tokens; they restart at every fragment
+    entries: np.ndarray  # states that arrive
+    exits: np.ndarray  # states, or affine maps, that leave
+    through_tokens: np.ndarray  # tokens between an entry and an exit: they need an affine map
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """Counts of one layout, one entry a rank; int64 [P]."""
+
+    tokens: np.ndarray
+    pieces: np.ndarray
+    pairs: np.ndarray  # visible (query, key) pairs
+    tiles: np.ndarray  # 128 x 128 attention tiles with a visible pair, in local query and gathered key rows
+    rows_in: np.ndarray  # visible rows of other ranks
+    rows_out: np.ndarray  # own rows that other ranks see, counted once for each of them
+    recurrent: RecurrentFigures | None  # None where nobody asked
+
+    @property
+    def busiest_rows(self) -> int:
+        """Rows of the busiest link: the larger of most rows in and most rows out."""
+        return int(max(self.rows_in.max(), self.rows_out.max()))
+
+
+class Survey:
+    """Tables of a forest from which layouts are measured."""
+
+    def __init__(self, forest: Forest):
+        self.forest = forest
+        length = forest.segment_length
+        self.start, self.depth = forest.segment_start, forest.depth
+        pairs = length * forest.depth + length * (length + 1) // 2
+        self.pairs_above = np.concatenate([[0], np.cumsum(pairs)])
+        self.head_start = forest.segment_start[forest.chain_head]
+
+    @cached_property
+    def chunks_above(self) -> np.ndarray:
+        """int64 [S + 1]: recurrent chunks of all segments before each one."""
+        return np.concatenate([[0], np.cumsum(-(-self.forest.segment_length // CHUNK))])
+
+    @cached_property
+    def parent_last(self) -> np.ndarray:
+        """int64 [S]: last token of the parent segment, -1 at a root."""
+        parent = self.forest.parent
+        return np.where(parent >= 0, self.start[parent + 1] - 1, -1)
+
+    @cached_property
+    def tiles_above(self) -> np.ndarray:
+        """int64 [ceil(T / 128) + 1]: tiles of the 128-row query tiles before each one, all on one rank.
+
+        A layout moves the tile grid, but the tiles of a token's neighbourhood stay about the same.
+        """
+        whole = contiguous_layout(self.forest, 1)
+        _, count = _tiles(self, whole, *_key_sets(self, whole))
+        return np.concatenate([[0], np.cumsum(count)])
+
+    def tiles_before(self, token: np.ndarray) -> np.ndarray:
+        """Estimated tiles of all tokens before each one; tokens may be T."""
+        tile = token // TILE
+        above = self.tiles_above
+        step = above[np.minimum(tile + 1, len(above) - 1)] - above[tile]
+        return above[tile] + (token - TILE * tile) * step // TILE
+
+    def chunks_before(self, token: np.ndarray) -> np.ndarray:
+        """Recurrent chunks of all tokens before each one, were the forest cut there; tokens may be T."""
+        segment = self.segment(token)
+        return self.chunks_above[segment] - (self.start[segment] - token) // CHUNK
+
+    def segment(self, token: np.ndarray) -> np.ndarray:
+        """Segment of each token; the last segment for T."""
+        found = np.searchsorted(self.start, token, side="right") - 1
+        return np.minimum(found, self.forest.segments - 1)
+
+    def pairs_before(self, token: np.ndarray) -> np.ndarray:
+        """Visible pairs of all tokens before each one; tokens may be T."""
+        segment = self.segment(token)
+        m = token - self.start[segment]
+        return self.pairs_above[segment] + m * self.depth[segment] + m * (m + 1) // 2
+
+    def depth_of(self, token: np.ndarray) -> np.ndarray:
+        """Tokens above each token."""
+        segment = self.segment(token)
+        return self.depth[segment] + token - self.start[segment]
+
+    def visible(self, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the rows of each range [start, end) see, as (index of the range, lo, hi); spans may overlap.
+
+        An ancestor of a token inside a range is inside it too, or an ancestor of the range's first token.
+        """
+        segment = self.segment(start)
+        which, lo, hi = path_spans(self.forest, segment)
+        index = np.arange(len(start))
+        return (
+            np.concatenate([index, which]),
+            np.concatenate([self.head_start[segment], lo]),
+            np.concatenate([end, hi]),
+        )
+
+
+def union(lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Disjoint ascending intervals that cover the same points as the intervals [lo, hi)."""
+    order = np.argsort(lo, kind="stable")
+    lo, hi = lo[order], np.maximum.accumulate(hi[order])
+    opens = np.ones(len(lo), bool)
+    opens[1:] = lo[1:] > hi[:-1]
+    return lo[opens], hi[np.append(opens[1:], True)] if len(lo) else hi
+
+
+class _KeyedSet:
+    """A sorted disjoint set of keyed intervals, and the index of its points inside their rank."""
+
+    def __init__(self, lo: np.ndarray, hi: np.ndarray, span: int, world: int):
+        self.lo, self.hi = lo, hi
+        length = hi - lo
+        self.before = np.cumsum(length) - length
+        self.count = np.bincount(lo // span, length, world).astype(np.int64)
+        self.first = np.cumsum(self.count) - self.count
+
+    def below(self, keyed: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """Points of each rank's part below a keyed token."""
+        at = np.searchsorted(self.lo, keyed, side="right") - 1
+        safe = np.maximum(at, 0)
+        inside = self.before[safe] + np.minimum(keyed, self.hi[safe]) - self.lo[safe]
+        return np.where(at >= 0, inside, 0) - self.first[rank]
+
+
+def measure(survey: Survey, layout: Layout, recurrent: bool = True) -> Figures:
+    """Count everything that the cost model prices; without ``recurrent`` the counts of recurrent layers are None."""
+    world, rank = layout.world, layout.piece_rank
+    keys, own = _key_sets(survey, layout)
+    tile_rank, tiles = _tiles(survey, layout, keys, own)
+    return Figures(
+        tokens=own.count,
+        pieces=np.bincount(rank, minlength=world),
+        pairs=_sum_by(rank, np.diff(survey.pairs_before(layout.piece_start)), world),
+        tiles=_sum_by(tile_rank, tiles, world),
+        rows_in=keys.count - own.count,
+        rows_out=_traffic(keys, layout).sum(0) - own.count,
+        recurrent=_recurrent(survey, layout, own) if recurrent else None,
+    )
+
+
+def _key_sets(survey: Survey, layout: Layout) -> tuple[_KeyedSet, _KeyedSet]:
+    """The tokens that each rank sees, and those that it owns."""
+    span, world, rank = layout.tokens + 1, layout.world, layout.piece_rank
+    start, end = layout.piece_start[:-1], layout.piece_start[1:]
+    which, lo, hi = survey.visible(start, end)
+    keys = _KeyedSet(*union(rank[which] * span + lo, rank[which] * span + hi), span, world)
+    order = np.argsort(rank, kind="stable")
+    return keys, _KeyedSet((rank * span + start)[order], (rank * span + end)[order], span, world)
+
+
+def _sum_by(group: np.ndarray, value: np.ndarray, groups: int) -> np.ndarray:
+    """int64 [groups]: exact sums (a float64 bincount rounds above 2**53)."""
+    total = np.zeros(groups, np.int64)
+    np.add.at(total, group, value)
+    return total
+
+
+def traffic(survey: Survey, layout: Layout) -> np.ndarray:
+    """int64 [P, P]: rows of owner o (column) that reader r (row) sees; the diagonal holds each rank's own rows."""
+    return _traffic(_key_sets(survey, layout)[0], layout)
+
+
+def _traffic(keys: _KeyedSet, layout: Layout) -> np.ndarray:
+    reader = np.arange(layout.world)[:, None]
+    seen = np.diff(keys.below(reader * (layout.tokens + 1) + layout.piece_start, reader), axis=1)
+    rows = np.zeros((layout.world, layout.world), np.int64)
+    np.add.at(rows.T, layout.piece_rank, seen.T)
+    return rows
+
+
+def _tiles(survey: Survey, layout: Layout, keys: _KeyedSet, own: _KeyedSet) -> tuple[np.ndarray, np.ndarray]:
+    """Rank of each query tile, and its attention tiles that hold a visible pair.
+
+    A query tile is cut at piece borders into ranges; the union of what these see, in gathered key rows, is counted in
+    key tiles.
+    """
+    world, tokens = layout.world, layout.tokens
+    rank_tiles = -(-own.count // TILE)
+    tile_rank = np.repeat(np.arange(world), rank_tiles)
+    first_tile = np.cumsum(rank_tiles) - rank_tiles
+    tile_row = own.first[tile_rank] + TILE * (np.arange(len(tile_rank)) - first_tile[tile_rank])
+    # Rows of all ranks one after the other; `own.before` are the rows at which pieces begin.
+    row = np.union1d(tile_row, own.before)
+    piece = np.searchsorted(own.before, row, side="right") - 1
+    tile = np.searchsorted(tile_row, row, side="right") - 1
+    span = tokens + 1
+    begin = own.lo[piece] % span + row - own.before[piece]
+    length = np.diff(np.append(row, tokens))
+    which, lo, hi = survey.visible(begin, begin + length)
+    tile, rank = tile[which], tile_rank[tile[which]]
+    lo = keys.below(rank * span + lo, rank) // TILE
+    hi = (keys.below(rank * span + hi, rank) - 1) // TILE + 1
+    columns = tokens // TILE + 2
+    lo, hi = union(tile * columns + lo, tile * columns + hi)
+    return tile_rank, _sum_by(lo // columns, hi - lo, len(tile_rank))
+
+
+def _recurrent(survey: Survey, layout: Layout, own: _KeyedSet) -> RecurrentFigures:
+    """Chunks, entries, exits and through tokens of each rank, as `gdn_plan` makes them."""
+    world, span, rank = layout.world, layout.tokens + 1, layout.piece_rank
+    begin = layout.piece_start
+    first = np.searchsorted(survey.start[:-1], begin)  # first segment that begins in or after each piece
+    cut = survey.segment(begin[:-1])
+    inside = begin[:-1] > survey.start[cut]
+    segment_rank = np.repeat(rank, np.diff(first))
+    up = survey.parent_last
+    last_piece = np.repeat(np.arange(len(rank)), np.diff(np.searchsorted(survey.start[1:], begin + 1)))
+    parent_rank = rank[last_piece][survey.forest.parent]
+    crossing = np.flatnonzero((up >= 0) & (parent_rank != segment_rank))
+    source = np.concatenate([up[crossing], begin[:-1][inside] - 1])
+    reader = np.concatenate([segment_rank[crossing], rank[inside]])
+    owner = np.concatenate([parent_rank[crossing], rank[np.flatnonzero(inside) - 1]])
+    entry = np.unique(reader * span + source)
+    exits = np.unique(owner * span + source)
+    exit_rank, exit_token = exits // span, exits % span
+    return RecurrentFigures(
+        chunks=_chunks(survey, layout, first, inside),
+        entries=np.bincount(entry // span, minlength=world),
+        exits=np.bincount(exit_rank, minlength=world),
+        through_tokens=_through(survey, exit_rank, exit_token, own, world, span),
+    )
+
+
+def _chunks(survey: Survey, layout: Layout, first: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    begin = layout.piece_start
+    above = survey.chunks_above
+    # A cut inside a segment replaces its whole chunks by those of its two parts (or of more, cut again).
+    whole = above[first[1:]] - above[first[:-1]]
+    head_end = np.minimum(survey.start[first[:-1]], begin[1:])
+    head = np.where(inside, -(-(head_end - begin[:-1]) // CHUNK), 0)
+    last = survey.segment(begin[1:] - 1)
+    begins_here = survey.start[last] >= begin[:-1]
+    full = -(-(survey.start[last + 1] - survey.start[last]) // CHUNK)
+    part = -(-(begin[1:] - survey.start[last]) // CHUNK)
+    tail = np.where(begins_here, part - full, 0)
+    return _sum_by(layout.piece_rank, whole + head + tail, layout.world)
+
+
+def _through(survey, exit_rank, exit_token, own: _KeyedSet, world: int, span: int) -> np.ndarray:
+    """int64 [P]: own tokens on the paths to exits that have a token of another rank above them."""
+    which, lo, hi = survey.visible(exit_token, exit_token + 1)
+    rank = exit_rank[which]
+    low, high = own.below(rank * span + lo, rank), own.below(rank * span + hi, rank)
+    missing = _sum_by(which, (hi - lo) - (high - low), len(exit_token)) > 0
+    keep = missing[which] & (high > low)
+    lo, hi = union(rank[keep] * span + low[keep], rank[keep] * span + high[keep])
+    return _sum_by(lo // span, hi - lo, world)
