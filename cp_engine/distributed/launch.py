@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,10 @@ def run_local_ranks(world: int, argv: list[str]) -> int:
     """Run ``python -m cp_engine ARGV`` on ``world`` local ranks and return the exit code of the first that failed.
 
     Rank 0 writes to our stdout; the others' stdout is dropped, their stderr is ours. When one rank fails, the rest
-    are ended after a grace period, since they may wait for it in a collective.
+    are ended after a grace period, since they may wait for it in a collective. Whoever terminates us ends them all.
     """
+    # By default SIGTERM would skip the `finally` below and leave the ranks running.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     processes = [_start(rank, world, argv, port) for port in [_free_port()] for rank in range(world)]
     try:
         return _wait(processes)
@@ -44,15 +47,12 @@ def _start(rank: int, world: int, argv: list[str], port: int) -> subprocess.Pope
 
 
 def _wait(processes: list[subprocess.Popen]) -> int:
-    deadline = None
+    first, deadline = 0, None
     while True:
         codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if all(code is not None for code in codes):
-            return failed[0] if failed else 0
-        if failed and deadline is None:
-            first, deadline = failed[0], time.monotonic() + _GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
+        if deadline is None and any(codes):
+            first, deadline = next(code for code in codes if code), time.monotonic() + _GRACE_S
+        if all(code is not None for code in codes) or (deadline is not None and time.monotonic() > deadline):
             return first
         time.sleep(0.05)
 

@@ -1,6 +1,7 @@
 """Starting, agreeing and ending of rank processes."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ _SCRIPT = """
 import sys
 from cp_engine.distributed.launch import run_local_ranks
 import cp_engine.distributed.launch as launch
-launch._GRACE_S = 0.5
+launch._GRACE_S = 3.0
 start = launch.subprocess.Popen
 # The command is replaced by a plain program: the launcher's own behaviour is what is tested.
 launch.subprocess.Popen = lambda argv, **kw: start([sys.executable, "-c", {program!r}], **kw)
@@ -74,8 +75,15 @@ sys.exit(run_local_ranks(3, []))
         ("import os, sys; sys.exit(5 if os.environ['RANK'] == '1' else 0)", 5, []),
         # The other ranks would wait forever for the one that failed.
         ("import os, sys, time; sys.exit(4) if os.environ['RANK'] == '2' else time.sleep(60)", 4, []),
+        # A rank that loses its peer fails too, a little later and in its own way: the cause is what counts.
+        (
+            "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 1); "
+            "sys.exit(2 if os.environ['RANK'] == '1' else 3)",
+            2,
+            [],
+        ),
     ],
-    ids=["all well", "one fails", "others hang"],
+    ids=["all well", "one fails", "others hang", "others follow"],
 )
 def test_local_launcher_returns_the_failing_code(program, code, lines):
     env = dict(os.environ, PYTHONPATH=str(ROOT))
@@ -85,3 +93,16 @@ def test_local_launcher_returns_the_failing_code(program, code, lines):
     )
     assert done.returncode == code, done.stderr
     assert done.stdout.splitlines() == lines
+
+
+def test_terminating_the_local_launcher_ends_its_ranks():
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT.format(program=program)], env=env, stdout=subprocess.PIPE, text=True
+    )
+    rank = int(launcher.stdout.readline())
+    launcher.terminate()
+    assert launcher.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
