@@ -26,7 +26,8 @@ from cp_engine.verify.run import VerifyOptions, run_flat, verify_tree
 
 MODELS = ("tiny-qwen3", "tiny-qwen3.5")
 # Exchanges that each CP size can run: the presets' 8 query heads do not divide by 3.
-EXCHANGES = {1: ("gather", "ring"), 2: ("gather", "ring", "ulysses"), 3: ("gather", "ring"), 4: ("gather", "ring", "ulysses")}
+ALL = ("gather", "ring", "ulysses")
+EXCHANGES = {1: ALL[:2], 2: ALL, 3: ALL[:2], 4: ALL}
 
 
 def cases(world: int, model: str):
@@ -72,9 +73,9 @@ def write_page(results: list[dict], out: Path, command: str) -> None:
     lines = [
         "# Exactness on real rollouts",
         "",
-        "The tree engine against every rollout run alone through the unmodified `transformers` model: the largest error",
-        "over all CP sizes and exchanges of a row. Log-probs: absolute. Gradients: max norm of the worst parameter over",
-        "max(its own maximum, 1e-3 × the model's largest gradient). Written by `benchmarks/exactness.py`.",
+        "The tree engine against every rollout run alone through the unmodified `transformers` model: the largest",
+        "error over all CP sizes and exchanges of a row. Log-probs: absolute. Gradients: max norm of the worst parameter",
+        "over max(its own maximum, 1e-3 × the model's largest gradient). Written by `benchmarks/exactness.py`.",
         "",
         f"- command: `{command}`",
         f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
@@ -98,10 +99,11 @@ def write_page(results: list[dict], out: Path, command: str) -> None:
             f"cp {worst['cp']} {worst['exchange']}/{worst['gdn_exchange']}, `{worst['worst_tensor']}`",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "Runs: " + "; ".join(f"cp {cp}: {', '.join(e)}" for cp, e in EXCHANGES.items()) + "; on the hybrid each"]
-    lines += ["with `gdn_exchange` affine, and ulysses at cp 2 and 4. GRPO rows: share of occurrences clipped above / below"]
+    runs = "; ".join(f"cp {cp}: {', '.join(exchanges)}" for cp, exchanges in EXCHANGES.items())
+    lines += ["", f"Runs: {runs}; on the hybrid each with `gdn_exchange` affine, and ulysses too at cp 2 and 4."]
+    lines += ["GRPO rows (seq-mean-token-mean, temperature 0.7): share of occurrences clipped above / below"]
     clipped = sorted({(round(r["clipped_high"], 2), round(r["clipped_low"], 2)) for r in results if r["clipped_high"]})
-    lines += [", ".join(f"{high} / {low}" for high, low in clipped) + "; seq-mean-token-mean and temperature 0.7."]
+    lines += [", ".join(f"{high} / {low}" for high, low in clipped) + "."]
     out.write_text("\n".join(lines) + "\n")
 
 
@@ -124,7 +126,8 @@ def main() -> None:
         groups.append(member if ranks.rank < cp else None)
     results = run(args, ranks, groups)
     if ranks.is_first:
-        write_page(results, args.out, f"torchrun --nproc-per-node {ranks.world} -m benchmarks.exactness {' '.join(sys.argv[1:])}")
+        command = f"torchrun --nproc-per-node {ranks.world} -m benchmarks.exactness {' '.join(sys.argv[1:])}"
+        write_page(results, args.out, command)
     shutdown(0 if all(r["ok"] for r in results) else 1)
 
 

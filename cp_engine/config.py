@@ -133,7 +133,10 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
             raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
-    target[name] = yaml.safe_load(value)
+    try:
+        target[name] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r}: the value is not valid YAML") from error
 
 
 def _explain(problem: dict[str, Any]) -> str:

@@ -63,7 +63,8 @@ def attention_plan(forest: Forest, layout: Layout, rank: int, exchange: str) -> 
     shared = {"exchange": exchange, "fetch": fetch, "pairs": intervals.pairs()}
     if exchange == "gather":
         keys = needed[rank]
-        return AttentionPlan(**shared, gather=GatherPlan(_key_order(layout, rank, keys, fetch), intervals.on_keys(keys)))
+        gather = GatherPlan(_key_order(layout, rank, keys, fetch), intervals.on_keys(keys))
+        return AttentionPlan(**shared, gather=gather)
     if exchange == "ring":
         split = np.split(fetch.recv_tokens, np.cumsum(fetch.recv_counts)[:-1])
         split[rank] = layout.rank_tokens(rank)

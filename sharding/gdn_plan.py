@@ -198,17 +198,18 @@ def _history(forest: Forest, layout: Layout, rank: int, every: _Fragments, conv_
     """
     # One column more than tokens, for the token above a root.
     up = np.append(forest.token_parent, -1)
-    columns = [up[every.start[:-1]]]
-    for _ in range(conv_width - 2):
-        columns.append(up[columns[-1]])
-    token = np.stack(columns[::-1], axis=1)[:, -(conv_width - 1) :] if conv_width > 1 else np.empty((len(every.rank), 0))
+    token = np.empty((len(every.rank), conv_width - 1), np.int64)
+    above = every.start[:-1]
+    for column in range(conv_width - 2, -1, -1):
+        above = up[above]
+        token[:, column] = above
     needed = []
     for peer in range(layout.world):
         seen = np.unique(token[every.rank == peer])
-        needed.append(seen[seen >= 0].astype(np.int64))
+        needed.append(seen[seen >= 0])
     fetch = row_exchange(layout, rank, needed)
     row = np.full(layout.tokens + 1, -1, np.int64)  # last cell: above a root
     own = layout.rank_tokens(rank)
     row[own] = np.arange(len(own))
     row[fetch.recv_tokens] = int(layout.rank_rows[rank]) + np.arange(fetch.rows_in)
-    return row[token[every.rank == rank].astype(np.int64)], fetch
+    return row[token[every.rank == rank]], fetch

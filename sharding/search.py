@@ -153,7 +153,8 @@ def _starts(judge: _Judge, base: Survey) -> list[Candidate]:
     found += whole
     if nearest.violation:
         found.append(judge.candidate("repaired", nearest.survey, _repaired(judge, nearest)))
-    for label, survey in [("", base)] + [("dealt ", nearest.survey) for _ in dealt[:1]]:
+    for label, survey in [("", base)] + [("dealt ", d) for d in dealt]:
+        if label: found.append(judge.candidate("dealt chord", survey, chord_layout(survey, world, prices)))
         for layout in _tolerant(judge, survey):
             found.append(judge.candidate(label + "tolerant", survey, layout))
     for x in trunk_ends(base, world):

@@ -59,3 +59,5 @@ def test_bad_files_and_overrides_are_named(tmp_path):
         read_config(file, ["steps"])
     with pytest.raises(ValueError, match="override 'steps.x=1': 'steps' is a value, not a section"):
         read_config(file, ["steps.x=1"])
+    with pytest.raises(ValueError, match=r"override 'steps=\[1': the value is not valid YAML"):
+        read_config(file, ["steps=[1"])

@@ -63,5 +63,5 @@ def _guarded(run, args) -> int:
 
 
 def _complain(error: ValueError) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    sys.stderr.write(f"error: {error}\n")  # in one piece, since other ranks write too
     return 2

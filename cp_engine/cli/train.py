@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cp_engine.config import Config, read_config
 from cp_engine.rollouts import Rollout, read_rollouts
+
+if TYPE_CHECKING:
+    from cp_engine.metrics import MetricsFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +29,7 @@ def _config(args: argparse.Namespace) -> Config:
     overrides = list(args.overrides)
     if args.cp is not None:
         overrides.append(f"parallel.cp={args.cp}")
-    elif "WORLD_SIZE" in os.environ:
+    elif "WORLD_SIZE" in os.environ and not any(o.startswith("parallel.cp=") for o in overrides):
         overrides.append(f"parallel.cp={os.environ['WORLD_SIZE']}")  # torchrun decides how many ranks there are
     config = read_config(args.config, overrides)
     if config.data is None or config.output_dir is None:
@@ -36,8 +41,14 @@ def local_ranks(args: argparse.Namespace) -> int:
     return _config(args).parallel.cp
 
 
-def steps_of_groups(rollouts: list[Rollout], config: Config):
-    """Yield the rollouts of each step: whole groups, in an order drawn anew for each pass over the file."""
+def steps_of_groups(rollouts: list[Rollout], config: Config) -> Iterator[list[Rollout]]:
+    """Yield the rollouts of each step: whole groups, in an order drawn anew for each pass over the file.
+
+    No group comes twice in a step: where a step spans two passes, those that the first one left wait in the second.
+
+    Raises:
+        ValueError: for more groups a step than there are, when the first step is asked for.
+    """
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
@@ -47,9 +58,9 @@ def steps_of_groups(rollouts: list[Rollout], config: Config):
         raise ValueError(f"data.groups_per_step is {per_step}, but the rollouts have {len(names)} groups")
     rng, queue = np.random.default_rng(config.seed), []
     for _ in range(config.steps):
-        while len(queue) < per_step:
-            order = rng.permutation(len(names)).tolist()
-            queue += [names[i] for i in order]
+        if len(queue) < per_step:
+            drawn = [names[i] for i in rng.permutation(len(names)).tolist()]
+            queue += sorted(drawn, key=set(queue).__contains__)
         chosen, queue = queue[:per_step], queue[per_step:]
         yield [rollout for name in chosen for rollout in groups[name]]
 
@@ -60,9 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
     from cp_engine.distributed.ranks import join_ranks
     from cp_engine.engine import Engine
-    from cp_engine.metrics import MetricsFile
+    from cp_engine.models.load import check_save_place
 
     config = _config(args)
+    out = Path(config.output_dir)
+    check_save_place(out / "final")
     ranks = join_ranks(config.parallel.timeout_s)
     engine = Engine(config, ranks)
     rollouts = read_rollouts(
@@ -72,18 +85,15 @@ def run(args: argparse.Namespace) -> int:
         limit=config.data.limit,
         limit_per_group=config.data.limit_per_group,
     )
-    out = Path(config.output_dir)
     console = Console(stderr=True)
     writer = None
-    if ranks.is_first:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-        writer = MetricsFile(out / "metrics.jsonl")
     with Progress(console=console, disable=not ranks.is_first) as progress:
         task = progress.add_task("training", total=config.steps)
         for batch in steps_of_groups(rollouts, config):
             metrics = engine.train_step(batch)
-            if writer is not None:
+            if ranks.is_first:
+                # Only now, when a whole step was possible, is an earlier run in this folder overwritten.
+                writer = writer or _start_output(out, config)
                 writer.write(metrics)
                 progress.console.print(_line(metrics))
             progress.advance(task)
@@ -94,6 +104,14 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(metrics), flush=True)
     return 0
+
+
+def _start_output(out: Path, config: Config) -> MetricsFile:
+    from cp_engine.metrics import MetricsFile
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    return MetricsFile(out / "metrics.jsonl")
 
 
 def _line(metrics: dict) -> str:

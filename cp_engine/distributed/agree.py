@@ -22,6 +22,6 @@ def require_equal_digests(digest: str, what: str, ranks: Ranks) -> None:
     differing = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
     if differing:
         raise ValueError(
-            f"ranks {differing} have another {what} than rank 0: every rank must be given the same rollouts in the same "
-            "order and the same configuration"
+            f"ranks {differing} have another {what} than rank 0: every rank must be given the same rollouts in the "
+            "same order and the same configuration"
         )

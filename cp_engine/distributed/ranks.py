@@ -40,7 +40,7 @@ def join_ranks(timeout_s: int = 600) -> Ranks:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         if local >= count:
-            raise ValueError(f"local rank {local} has no GPU: this machine has {count}; start at most {count} ranks here")
+            raise ValueError(f"local rank {local} has no GPU: this machine has {count}, start at most that many ranks")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:

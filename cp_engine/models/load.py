@@ -36,7 +36,8 @@ def load_model(
         seed: of a preset's weights.
 
     Raises:
-        ValueError: for a name that is neither, a vocabulary for a folder, or a folder that lacks weights.
+        ValueError: for a name that is neither, a vocabulary for a folder, or a folder that lacks weights or cannot be
+            read.
     """
     name = os.fspath(path_or_preset)
     if name in PRESETS:
@@ -49,9 +50,12 @@ def load_model(
         raise ValueError(f"a vocabulary of {vocab_size} was asked for, but the folder {name!r} has its own")
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, local_files_only=True, output_loading_info=True
-    )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except OSError as error:
+        raise ValueError(f"cannot load the folder {name!r}: {error}") from error
     if info["missing_keys"]:
         # The library would go on with random numbers in their place.
         raise ValueError(f"the folder {name!r} lacks the weights {', '.join(sorted(info['missing_keys']))}")
@@ -95,11 +99,24 @@ def save_model(model: nn.Module, out: str | os.PathLike, source: str | os.PathLi
             write_into_source(model, Path(source), folder)
 
 
+def check_save_place(out: str | os.PathLike) -> None:
+    """Refuse, before any work is done, a place that `save_model` would refuse.
+
+    Raises:
+        ValueError: if ``out`` exists and is neither empty nor a model folder, or lies below a file.
+    """
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
+        raise ValueError(f"{str(out)!r} exists and is not a model folder; choose another place to save to")
+    blocking = next((parent for parent in out.parents if parent.exists()), Path())
+    if not blocking.is_dir():
+        raise ValueError(f"cannot save to {str(out)!r}: {str(blocking)!r} is a file, not a folder")
+
+
 @contextmanager
 def _replaced_folder(out: Path) -> Iterator[Path]:
     """A new folder beside ``out`` that takes its place when the block ends well, and vanishes when it does not."""
-    if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
-        raise ValueError(f"{str(out)!r} exists and is not a model folder; choose another place to save to")
+    check_save_place(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (out.parent / f".{out.name}.{kind}-{os.getpid()}" for kind in ("partial", "old"))
     partial.mkdir()

@@ -7,11 +7,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from benchmarks.baselines import baseline_layouts
 from cp_engine.sharding.chord import chord_layout
 from cp_engine.sharding.cost import PRESETS, SplitPrices, step_time
 from cp_engine.sharding.deal import deal_trees, dealt_orders, snapped_layout
 from cp_engine.sharding.forest import build_forest
-from cp_engine.sharding.layout import Layout, contiguous_layout, imbalance, layout_from_cuts, rank_pairs
+from cp_engine.sharding.layout import Layout, imbalance, layout_from_cuts, rank_pairs
 from cp_engine.sharding.measure import Survey, measure
 from cp_engine.sharding.reorder import canonical_root_order, reorder_roots
 from cp_engine.sharding.search import TOKEN_SPREAD, balanced_layout
@@ -37,21 +38,6 @@ def long_rows(seed: int, groups: int, rows: int = 4, scale: int = 1) -> Rows:
     return Rows(made, owners, "group")
 
 
-def zigzag(forest, world: int) -> Layout:
-    cuts = forest.tokens * np.arange(2 * world + 1) // (2 * world)
-    return layout_from_cuts(cuts, np.concatenate([np.arange(world), np.arange(world)[::-1]]), world)
-
-
-def snake(forest, world: int, chunk: int = 128) -> Layout:
-    """Chunks by pairs, most first, dealt to ranks to and fro."""
-    cuts = np.append(np.arange(0, forest.tokens, chunk), forest.tokens)
-    order = np.argsort(-np.diff(Survey(forest).pairs_before(cuts)), kind="stable")
-    rank = np.empty(len(order), np.int64)
-    lap, place = np.divmod(np.arange(len(order)), world)
-    rank[order] = np.where(lap % 2, world - 1 - place, place)
-    return layout_from_cuts(cuts, rank, world)
-
-
 @pytest.mark.parametrize("model", [DENSE, HYBRID], ids=["dense", "hybrid"])
 @pytest.mark.parametrize("seed", range(6))
 def test_limits_hold_and_no_simpler_layout_is_predicted_faster(seed, model):
@@ -63,7 +49,7 @@ def test_limits_hold_and_no_simpler_layout_is_predicted_faster(seed, model):
     pieces = np.bincount(placed.layout.piece_rank, minlength=world)
     assert pieces.max() <= max(4, (world - 1).bit_length() + 1)
     survey = Survey(forest)
-    for other in (zigzag(forest, world), snake(forest, world), contiguous_layout(forest, world)):
+    for other in baseline_layouts(survey, world, model).values():
         assert placed.time.step <= step_time(measure(survey, other), model).step
     canonical = Survey(reorder_roots(forest, canonical_root_order(forest)))
     assert placed.time.step <= placed.tried["chord"]
