@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from cp_engine.models.cpu import make_cpu_runnable
-from cp_engine.models.load import load_model, prepare_for_trees, save_model
+from cp_engine.models.load import check_save_place, load_model, prepare_for_trees, save_model
 from cp_engine.models.presets import PRESETS
 
 IDS = torch.arange(1, 12)[None]
@@ -152,6 +152,9 @@ def test_saving_refuses_folders_that_are_no_models(tmp_path):
     with pytest.raises(ValueError, match="exists and is not a model folder; choose another place"):
         save_model(load_model("tiny-qwen3", torch.float32, vocab_size=32), tmp_path)
     assert (tmp_path / "keep.txt").read_text() == "precious"
+    with pytest.raises(ValueError, match="cannot save to .*: '.*keep.txt' is a file, not a folder"):
+        check_save_place(tmp_path / "keep.txt" / "run" / "final")
+    check_save_place(tmp_path / "not" / "there" / "yet")
 
 
 def test_saving_refuses_a_source_of_another_model(tmp_path):
@@ -179,6 +182,12 @@ def test_loading_errors_say_what_was_expected(tmp_path):
         metadata = opened.metadata()
     save_file(tensors, file, metadata=metadata)
     with pytest.raises(ValueError, match="lacks the weights model.norm.weight"):
+        load_model(tmp_path / "whole", torch.float32)
+    file.unlink()
+    with pytest.raises(ValueError, match="cannot load the folder '.*whole': .*no file named model.safetensors"):
+        load_model(tmp_path / "whole", torch.float32)
+    (tmp_path / "whole" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot load the folder '.*whole': .*is not a valid JSON file"):
         load_model(tmp_path / "whole", torch.float32)
 
 
