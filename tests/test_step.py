@@ -1,0 +1,91 @@
+"""What one optimizer step is given: whole groups in a fair order, and rollouts that its loss can use."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from cp_engine.cli.train import steps_of_groups
+from cp_engine.config import LossConfig, PackingConfig, parse_config
+from cp_engine.rollouts import Rollout
+from cp_engine.step import prepare_step
+
+
+def rollout(name: str, group: str = "g", **fields) -> Rollout:
+    return Rollout(**({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "group": group, "rollout": name} | fields))
+
+
+def steps(groups: int, per_step: int | None, count: int) -> list[list[str]]:
+    rollouts = [rollout(str(r), group=str(g)) for r in range(2) for g in range(groups)]
+    raw = {"model": {"path": "x"}, "data": {"rollouts": "f", "groups_per_step": per_step}, "steps": count}
+    return [[r.group for r in step] for step in steps_of_groups(rollouts, parse_config(raw))]
+
+
+@pytest.mark.parametrize(("groups", "per_step"), [(3, 2), (5, 3), (4, 4), (4, None), (7, 5), (1, 1)])
+def test_a_step_has_whole_groups_once_each_and_a_pass_has_all(groups, per_step):
+    size = per_step or groups
+    found = steps(groups, per_step, 4 * groups)
+    assert all(Counter(step) == dict.fromkeys(step, 2) and len(step) == 2 * size for step in found)
+    order = [group for step in found for group in step[::2]]
+    for start in range(0, len(order), groups):
+        assert len(set(order[start : start + groups])) == len(order[start : start + groups])
+
+
+def test_more_groups_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="data.groups_per_step is 3, but the rollouts have 2 groups"):
+        steps(2, 3, 1)
+
+
+def prepared(rollouts: list[Rollout], **loss):
+    return prepare_step(rollouts, PackingConfig(), LossConfig(**loss))
+
+
+@pytest.mark.parametrize(
+    ("fields", "loss", "message"),
+    [
+        ({}, {}, "grpo needs a reward or an advantage for every rollout; 1 have neither, the first is rollout 'bad'"),
+        (
+            {"reward": 1.0},
+            {"kl_coef": 0.1},
+            "loss.kl_coef is set, so every trained token needs ref_logprobs; rollout 'bad' of group 'g' has none at "
+            "position 1",
+        ),
+        (
+            {"reward": 1.0, "ref_logprobs": [None, -1.0, None]},
+            {"kl_coef": 0.1},
+            "rollout 'bad' of group 'g' has none at position 2",
+        ),
+        (
+            {"reward": 1.0},
+            {"sampler_cap": 2.0},
+            "loss.sampler_cap is set, so every trained token needs sampler_logprobs; rollout 'bad'",
+        ),
+    ],
+)
+def test_a_rollout_that_the_loss_cannot_use_is_named(fields, loss, message):
+    given = [None, -1.0, -1.0]
+    good = rollout("good", reward=0.0, ref_logprobs=given, sampler_logprobs=given)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepared([good, rollout("bad", **fields)], **loss)
+    prepared([good, rollout("bad", **fields)], name="sft")
+
+
+def test_a_step_without_a_trained_token_is_refused():
+    with pytest.raises(ValueError, match="no rollout of the step has a trained token"):
+        prepared([rollout("r", loss_mask=[1, 0, 0])], name="sft")
+
+
+def test_given_advantages_stand_beside_normalised_rewards():
+    """A rollout with its own advantage stays out of its group's mean and deviation."""
+    step = prepared(
+        [
+            rollout("a", reward=1.0),
+            rollout("b", reward=3.0),
+            rollout("c", reward=100.0, advantage=0.25),
+            rollout("d", advantage=[9.0, -1.0, 2.0]),
+        ]
+    )
+    own = 1 / (2**0.5 + 1e-6)
+    expected = [[-own] * 3, [own] * 3, [0.25] * 3, [9.0, -1.0, 2.0]]
+    np.testing.assert_allclose(step.advantage.reshape(4, 3), expected, rtol=1e-14)
