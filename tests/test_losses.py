@@ -41,6 +41,20 @@ def test_grpo_clips_only_where_clipping_lowers_the_objective():
     assert result.clipped_low.tolist() == [False, False, True, False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_grpo_clips_ratios_that_overflow(dtype):
+    log_prob = torch.full((3,), -0.1, dtype=dtype, requires_grad=True)
+    nan = torch.full((3,), math.nan, dtype=dtype)
+    given = OccurrenceValues(torch.tensor([2.0, 0.0, -2.0], dtype=dtype), torch.full_like(nan, -9999.0), nan, nan)
+    given.old_logprob[2] = 9999.0
+    result = grpo_loss(log_prob, given, clip=0.2)
+    result.loss.sum().backward()
+    assert result.loss.tolist() == pytest.approx([-2.4, 0.0, 1.6], rel=1e-6)
+    assert log_prob.grad.tolist() == [0.0, 0.0, 0.0]
+    assert result.clipped_high.tolist() == [True, False, False]
+    assert result.clipped_low.tolist() == [False, False, True]
+
+
 def test_grpo_without_old_log_probs_is_on_policy():
     log_prob = torch.tensor([-2.0], dtype=torch.float64, requires_grad=True)
     nan = torch.tensor([math.nan], dtype=torch.float64)

@@ -7,6 +7,7 @@ flat rows. Shapes: O occurrences.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -54,14 +55,18 @@ def grpo_loss(
     itself, r is 1. With ``sampler_cap`` the policy term is multiplied by ``min(exp(log p_old - log p_sampler), cap)``,
     which corrects for a sampler whose log-probs differ from the trainer's (truncated importance sampling).
 
-    Raises:
-        ValueError: when the KL or the correction is asked for and an occurrence lacks the log-prob it needs.
+    An occurrence that lacks a reference or sampler log-prob that is asked for gets NaN: `prepare_step` refuses it.
     """
     detached = log_prob.detach()
     old = torch.where(values.old_logprob.isnan(), detached, values.old_logprob)
-    ratio = (log_prob - old).exp()
+    log_ratio = log_prob - old
     advantage = values.advantage
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    # The minimum clips r from above where A >= 0 and from below where A < 0. Clipping the logarithm keeps a ratio that
+    # overflows (samplers report -9999 for impossible tokens) from making 0 * inf of a clipped loss or gradient.
+    negative = advantage < 0
+    highest = torch.full_like(detached, math.log1p(clip)).masked_fill_(negative, math.inf)
+    lowest = torch.full_like(detached, math.log1p(-clip)).masked_fill_(~negative, -math.inf)
+    surrogate = log_ratio.clamp(lowest, highest).exp() * advantage
     if sampler_cap is not None:
         surrogate = surrogate * (old - values.sampler_logprob).exp().clamp(max=sampler_cap)
     loss = -surrogate
@@ -69,5 +74,5 @@ def grpo_loss(
         difference = values.ref_logprob - log_prob
         loss = loss + kl_coef * (difference.exp() - difference - 1)
     with torch.no_grad():
-        high, low = (ratio > 1 + clip) & (advantage > 0), (ratio < 1 - clip) & (advantage < 0)
+        high, low = (log_ratio > highest) & (advantage > 0), (log_ratio < lowest) & (advantage < 0)
     return OccurrenceLoss(loss, high, low)
