@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ class Engine:
     Every rank constructs it with the same config and passes the same rollouts to `train_step`.
 
     Raises:
-        ValueError: when ``parallel.cp`` is not the number of rank processes, or the model is not supported.
+        ValueError: when ``parallel.cp`` is not the number of rank processes, ranks were given different settings
+            (raised on every rank), or the model is not supported.
     """
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
@@ -47,6 +49,9 @@ class Engine:
                 f"parallel.cp is {config.parallel.cp} but {self.ranks.world} rank processes run: start "
                 f"{config.parallel.cp} (torchrun --nproc-per-node {config.parallel.cp} or --cp {config.parallel.cp})"
             )
+        # Ranks with another loss or learning rate would go on together and train something else.
+        settings = config.model_dump_json(exclude={"data", "output_dir"}).encode()
+        require_equal_digests(hashlib.blake2b(settings, digest_size=16).hexdigest(), "configuration", self.ranks)
         self.dtype = getattr(torch, config.dtype)
         hf_model = load_model(
             config.model.path,

@@ -1,0 +1,92 @@
+"""The engine as a program uses it: steps that learn, equal on every number of ranks, and ranks that disagree."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_engine.config import Config
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.engine import Engine
+from cp_engine.rollouts import Rollout, read_rollouts
+from tests.ranks import run_ranks
+
+SAMPLE = Path(__file__).parent.parent / "launch" / "data" / "sample.jsonl"
+METRICS = (
+    "step loss grad_norm tree_tokens flat_tokens tree_tokens_per_s flat_tokens_per_s token_imbalance pair_imbalance "
+    "seconds"
+).split()
+
+
+def this_rank() -> Ranks:
+    if not dist.is_initialized():
+        return Ranks(0, 1, None, torch.device("cpu"))
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+
+
+def config(cp: int, **sections) -> Config:
+    raw = {"model": {"path": "tiny-qwen3.5", "vocab_size": 512}, "parallel": {"cp": cp}, "dtype": "float64"}
+    return Config.model_validate(raw | {"optimizer": {"lr": 1e-3}} | sections)
+
+
+def trained(steps: int, sections: dict) -> list[dict]:
+    ranks = this_rank()
+    engine = Engine(config(ranks.world, **sections), ranks)
+    return [engine.train_step(read_rollouts(SAMPLE, limit=20)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"loss": {"name": "sft"}}, {"loss": {"name": "grpo"}, "packing": {"max_pack_tokens": 120}}],
+    ids=["sft", "grpo-packs"],
+)
+def test_every_number_of_ranks_takes_the_same_steps(sections):
+    alone = trained(3, sections)
+    assert all(set(METRICS) <= set(step) for step in alone)
+    assert [step["step"] for step in alone] == [1, 2, 3]
+    assert alone[2]["loss"] < alone[0]["loss"]
+    assert alone[0]["flat_tokens"] > alone[0]["tree_tokens"] > 0
+    for world in (2, 3):
+        ranks = run_ranks(world, trained, 3, sections)
+        for step, truth in zip(ranks[0], alone, strict=True):
+            # float32 casts inside transformers are the same on both sides but for the order of sums.
+            assert step["loss"] == pytest.approx(truth["loss"], rel=1e-5, abs=1e-8)
+            assert step["grad_norm"] == pytest.approx(truth["grad_norm"], rel=1e-4)
+            assert step["token_imbalance"] >= 1 and step["pair_imbalance"] >= 1
+        assert all(step["loss"] == first["loss"] for rank in ranks for step, first in zip(rank, ranks[0], strict=True))
+
+
+def test_the_group_has_to_fit_the_configuration():
+    with pytest.raises(ValueError, match="parallel.cp is 2 but 1 rank processes run: start 2"):
+        Engine(config(2), this_rank())
+
+
+def disagree(kind: str) -> str:
+    ranks = this_rank()
+    other = kind if ranks.rank == 1 else ""
+    try:
+        engine = Engine(config(ranks.world, optimizer={"lr": 2e-3 if other == "settings" else 1e-3}), ranks)
+        rollouts = read_rollouts(SAMPLE, limit=4)
+        engine.train_step(rollouts[::-1] if other == "rollouts" else rollouts)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("kind", "what"), [("settings", "configuration"), ("rollouts", "step")])
+def test_ranks_that_disagree_fail_together(kind, what):
+    for message in run_ranks(2, disagree, kind):
+        assert message.startswith(
+            f"ranks [1] have another {what} than rank 0: every rank must be given the same rollouts"
+        )
+
+
+def test_rollouts_that_do_not_fit_are_refused_before_the_step():
+    engine = Engine(config(1, packing={"max_pack_tokens": 4}), this_rank())
+    fields = {"loss_mask": [0, 1], "group": "g", "rollout": "r", "reward": 1.0}
+    with pytest.raises(ValueError, match=r"rollouts\[0\].*input_ids: expected ids of the vocabulary, in \[0, 512\)"):
+        engine.train_step([Rollout(input_ids=[1, 512], **fields)])
+    with pytest.raises(ValueError, match="expected at most 4 tokens, the pack budget"):
+        engine.train_step([Rollout(input_ids=[1] * 5, **(fields | {"loss_mask": [1] * 5}))])
+    assert engine.steps_done == 0
