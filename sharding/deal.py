@@ -1,50 +1,101 @@
-"""Dealing whole trees to ranks: the order of a forest's roots is free, so trees that fit on a rank need no cut."""
+"""Dealing whole subtrees to ranks: the order of a forest's trees, and of all children but the first, is free.
+
+*Units* are the subtrees that are dealt: the trees of a forest, or, where one tree holds most of it, the children of
+the segment where that tree spreads most. A unit that fits on a rank needs no cut.
+
+Shapes: S segments, U units, P bins, one a rank.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.forest import Forest, expand_ranges
 from cp_engine.sharding.layout import Layout, layout_from_cuts
 from cp_engine.sharding.measure import Survey
+from cp_engine.sharding.reorder import reorder_segments
 
-EVEN_ROUNDS = 24  # swaps of trees between bins that are tried
-SNAP_TOKENS = 16  # a cut moves at most this far to a border between trees: two moved cuts change a rank by 32
+EVEN_ROUNDS = 24  # swaps of units between bins that are tried
+SHARE_UNIT = 1 << 20  # shares are integers in this unit, so that every host deals alike
+SNAP_TOKENS = 16  # a cut moves at most this far to a border between units: two moved cuts change a rank by 32
 
 
-def deal_trees(survey: Survey, world: int, recurrent: bool) -> list[np.ndarray]:
-    """Trees of each of P bins whose tokens, pairs and, with ``recurrent``, recurrent chunks are about equal.
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Neighbouring subtrees whose order is free. Segments before the first and after the last stay where they are."""
 
-    Returns P arrays int64 [trees], most tokens first.
+    first: np.ndarray  # int64 [U] first segment of each
+    stop: int  # segment after the last unit
 
-    Most tokens first, each tree goes to the bin in which the squares of all bins' shares grow least:
-    a deep tree to a bin with few pairs, a shallow one to a bin with few tokens.
+    @property
+    def bounds(self) -> np.ndarray:
+        """int64 [U + 1] segment borders."""
+        return np.append(self.first, self.stop)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def free_units(forest: Forest) -> Units:
+    """The trees; or the non-first children of one segment of the first tree, if that tree holds most tokens."""
+    root = np.flatnonzero(forest.parent < 0)
+    if 2 * int(forest.subtree_end[0]) < forest.tokens:
+        return Units(root, forest.segments)
+    light = np.flatnonzero(forest.chain_head != 0)
+    path = int(light[0]) if len(light) else forest.segments
+    if path == 1:
+        return Units(root, forest.segments)
+    # Tokens below each segment of the heavy path that do not go on along the path.
+    aside = (forest.subtree_end[:path] - forest.segment_start[1 : path + 1])[:-1]
+    aside = aside - (forest.subtree_end[1:path] - forest.segment_start[1:path])
+    branch = int(aside.argmax())
+    children = np.flatnonzero(forest.parent == branch)[1:]
+    if not len(children):
+        return Units(root, forest.segments)
+    return Units(children, int(np.searchsorted(forest.segment_start, forest.subtree_end[branch])))
+
+
+def deal(survey: Survey, units: Units, world: int, recurrent: bool) -> list[np.ndarray]:
+    """Units of each of P bins whose tokens, pairs and, with ``recurrent``, recurrent chunks are about equal.
+
+    Most tokens first, each unit goes to the bin in which the squares of all bins' shares grow least: a deep unit to a
+    bin with few pairs, a shallow one to a bin with few tokens. What stays in front counts for the first bin, what
+    stays behind for the last.
+
+    Returns P arrays int64 [units], most tokens first.
     """
-    bounds = np.append(np.flatnonzero(survey.forest.parent < 0), survey.forest.segments)
-    tokens, pairs = np.diff(survey.start[bounds]), np.diff(survey.pairs_above[bounds])
-    sizes = [tokens, pairs] + ([np.diff(survey.chunks_above[bounds])] if recurrent else [])
-    share = np.stack([size / size.sum() for size in sizes], 1)
-    load = np.zeros((world, len(sizes)))
+    measures = [survey.start, survey.pairs_above] + ([survey.chunks_above] if recurrent else [])
+    below = np.stack([above[units.bounds] * SHARE_UNIT // above[-1] for above in measures], 1)
+    share = np.diff(below, axis=0)
+    load = np.zeros((world, len(measures)), np.int64)
+    load[0] += below[0]
+    load[-1] += SHARE_UNIT - below[-1]
+    largest = np.lexsort((-share[:, 1], -share[:, 0]))
     bins: list[list[int]] = [[] for _ in range(world)]
-    for tree in np.lexsort((-pairs, -tokens)).tolist():
-        b = int((load @ share[tree]).argmin())
-        load[b] += share[tree]
-        bins[b].append(tree)
-    found = [np.asarray(trees, np.int64) for trees in bins]
+    for unit in largest.tolist():
+        b = int((load @ share[unit]).argmin())
+        load[b] += share[unit]
+        bins[b].append(unit)
+    found = [np.asarray(members, np.int64) for members in bins]
     if world > 1:
-        _even_out(found, share)
-    return [trees[np.lexsort((-pairs[trees], -tokens[trees]))] for trees in found]
+        _even_out(found, share, load)
+    place = np.argsort(largest)
+    return [members[np.argsort(place[members])] for members in found]
 
 
-def _even_out(bins: list[np.ndarray], share: np.ndarray) -> None:
-    """Swap trees between the bins with most and least of one measure in turn, in place, while that brings them closer.
+def _even_out(bins: list[np.ndarray], share: np.ndarray, load: np.ndarray) -> None:
+    """Swap units between the bins with most and least of one measure in turn, in place, while they come closer.
 
     Args:
-        share: float64 [trees, M], each tree's part of M measures.
+        share: int64 [U, M], each unit's part of M measures.
+        load: int64 [P, M], what each bin holds.
     """
     measures = share.shape[1]
-    share = np.concatenate([share, np.zeros((1, measures))])  # the last tree is none: a swap with it is a move
-    load = np.stack([share[trees].sum(0) for trees in bins])
+    share = np.concatenate(
+        [share, np.zeros((1, measures), np.int64)]
+    )  # the last unit is none: a swap with it is a move
     for turn in range(EVEN_ROUNDS):
         measure = (turn + 1) % measures
         high, low = int(load[:, measure].argmax()), int(load[:, measure].argmin())
@@ -62,36 +113,50 @@ def _even_out(bins: list[np.ndarray], share: np.ndarray) -> None:
         bins[low] = np.append(np.delete(theirs[:-1], j) if other >= 0 else theirs[:-1], mine[mine >= 0])
 
 
-def dealt_orders(survey: Survey, world: int, most: int, recurrent: bool) -> list[np.ndarray]:
-    """Up to ``most`` orders of the trees, int64 [trees] each, in which equal contiguous ranges cut few of them.
+def dealt_orders(survey: Survey, units: Units, world: int, most: int, recurrent: bool) -> list[np.ndarray]:
+    """Up to ``most`` orders of the units, int64 [U] each, in which equal contiguous ranges cut few of them.
 
-    Bins are lined up so that the running excess of tokens stays small. The orders differ inside bins: how trees meet
-    the grid of attention tiles is best found by measuring. The first one has small trees at both ends of a bin, where
+    Bins are lined up so that the running excess of tokens stays small. The orders differ inside bins: how units meet
+    the grid of attention tiles is best found by measuring. The first one has small units at both ends of a bin, where
     the cuts fall.
     """
-    root = np.flatnonzero(survey.forest.parent < 0)
-    tokens, total = np.diff(survey.start[np.append(root, survey.forest.segments)]), survey.forest.tokens
-    bins = deal_trees(survey, world, recurrent)
-    excess = [world * int(tokens[trees].sum()) - total for trees in bins]
+    start, total = survey.start, survey.forest.tokens
+    tokens = np.diff(start[units.bounds])
+    bins = deal(survey, units, world, recurrent)
+    excess = [world * int(tokens[members].sum()) - total for members in bins]
+    excess[0] += world * int(start[units.first[0]])
     line, running, left = [], 0, list(range(world))
     while left:
-        b = min(left, key=lambda b: (abs(running + excess[b]), b))
+        # The first bin begins with what stays in front of the units, the last one ends with what stays behind them.
+        choice = left
+        if units.first[0] and len(left) == world:
+            choice = left[:1]
+        elif units.stop < survey.forest.segments and len(left) > 1:
+            choice = left[:-1]
+        b = min(choice, key=lambda b: (abs(running + excess[b]), b))
         left.remove(b)
         running += excess[b]
         line.append(bins[b][::-1])
     arranged = (
-        [np.concatenate([trees[0::2], trees[1::2][::-1]]) for trees in line],
+        [np.concatenate([members[0::2], members[1::2][::-1]]) for members in line],
         line,
-        [trees[::-1] for trees in line],
-        [np.concatenate([trees[1::2], trees[0::2][::-1]]) for trees in line],
+        [members[::-1] for members in line],
+        [np.concatenate([members[1::2], members[0::2][::-1]]) for members in line],
     )
-    return [np.concatenate(trees) for trees in arranged[:most]]
+    return [np.concatenate(members) for members in arranged[:most]]
+
+
+def reorder_units(forest: Forest, units: Units, order: np.ndarray) -> Forest:
+    """The forest with unit ``order[i]`` at the i-th unit's place."""
+    moved = expand_ranges(units.first[order], np.diff(units.bounds)[order])
+    front, behind = np.arange(units.first[0]), np.arange(units.stop, forest.segments)
+    return reorder_segments(forest, np.concatenate([front, moved, behind]))
 
 
 def snapped_layout(forest: Forest, world: int) -> Layout:
-    """Contiguous ranges whose cuts move to a border between trees where one is near."""
+    """Contiguous ranges whose cuts move to a border between units where one is near."""
     cuts = forest.tokens * np.arange(world + 1) // world
-    border = np.append(forest.segment_start[np.flatnonzero(forest.parent < 0)], forest.tokens)
+    border = forest.segment_start[free_units(forest).bounds]
     after = np.minimum(np.searchsorted(border, cuts), len(border) - 1)
     for choice in (border[after], border[np.maximum(after - 1, 0)]):
         near = np.abs(choice - cuts) <= SNAP_TOKENS

@@ -1,7 +1,7 @@
 """The balanced layout: the chord as the guaranteed base, better layouts by predicted time on top.
 
-`balanced_layout` may return the forest with its trees in another order; that order is free. The result depends on the
-set of rollouts alone, not on the order in which they were given.
+`balanced_layout` may return the forest with its trees, or the non-first children of a segment, in another order; that
+order is free. The result depends on the set of rollouts alone, not on the order in which they were given.
 
 Shapes: T tokens, S segments, P ranks.
 """
@@ -23,7 +23,7 @@ from cp_engine.sharding.chord import (
     whole_axis,
 )
 from cp_engine.sharding.cost import H200, Costs, ModelShape, SplitPrices, StepTime, rank_time, split_prices, step_time
-from cp_engine.sharding.deal import dealt_orders, snapped_layout
+from cp_engine.sharding.deal import dealt_orders, free_units, reorder_units, snapped_layout
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Figures, Survey, measure
@@ -36,10 +36,14 @@ SMALL_PAIR_LIMIT_PERCENT = 5
 SMALL_RANK = 8192
 MOST_PIECES = 4  # on any rank up to 8 ranks; the chord needs one more for each further doubling
 TWO_RANK_SPLITS = 6  # tolerant splits that are measured where there are only two ranks
-DEALT_ORDERS = 4  # orders of whole trees that are measured
+DEALT_ORDERS = 4  # orders of whole subtrees that are measured
 CROWDED_PER_MILLE = 25  # what a layout of two pieces a rank or more must gain over one with fewer
 POLISH_RANKS = 16  # most ranks for which the slower steps are tried
 POLISH_ROUNDS = 4
+# Idle ranks and splits that a polish tries with each busy one. Many small subtrees meet the tile grid by luck, which
+# only measuring finds; few deep ones do not repay it.
+POLISH_FEW, POLISH_MANY = (3, 3), (5, 8)
+MANY_SEGMENTS = 4096  # most segments for which many are tried
 WORTH_PER_MILLE = 1  # polishing stops when a perfect layout would gain less than this
 
 
@@ -63,7 +67,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class PlacedForest:
-    """A forest, in the order of trees that was chosen, and who owns its tokens."""
+    """A forest, in the order of subtrees that was chosen, and who owns its tokens."""
 
     forest: Forest
     layout: Layout
@@ -145,16 +149,17 @@ def _starts(judge: _Judge, base: Survey) -> list[Candidate]:
     """The layouts that the search begins with."""
     world, prices = judge.world, judge.prices
     found = [judge.candidate("chord", base, chord_layout(base, world, prices))]
-    trees = int(np.count_nonzero(base.forest.parent < 0))
-    orders = dealt_orders(base, world, _orders(judge, trees), judge.model.gdn_layers > 0) if trees >= world else []
-    dealt = [Survey(reorder_roots(base.forest, order)) for order in orders]
+    units, recurrent = free_units(base.forest), judge.model.gdn_layers > 0
+    orders = []
+    if len(units) >= world:
+        orders = dealt_orders(base, units, world, _orders(judge, len(units)), recurrent)
+    dealt = [Survey(reorder_units(base.forest, units, order)) for order in orders]
     whole = [judge.candidate("dealt", survey, snapped_layout(survey.forest, world)) for survey in dealt or [base]]
     nearest = min(whole, key=lambda c: c.key)
     found += whole
     if nearest.violation:
         found.append(judge.candidate("repaired", nearest.survey, _repaired(judge, nearest)))
-    for label, survey in [("", base)] + [("dealt ", d) for d in dealt]:
-        if label: found.append(judge.candidate("dealt chord", survey, chord_layout(survey, world, prices)))
+    for label, survey in [("", base)] + [("dealt ", nearest.survey) for _ in dealt[:1]]:
         for layout in _tolerant(judge, survey):
             found.append(judge.candidate(label + "tolerant", survey, layout))
     for x in trunk_ends(base, world):
@@ -173,9 +178,9 @@ def _tolerant(judge: _Judge, survey: Survey) -> list[Layout]:
     return [layout_of(list(parts), judge.tokens) for parts in pairs]
 
 
-def _orders(judge: _Judge, trees: int) -> int:
-    """Orders of the trees to measure: one where trees are too few, or ranks too many, for the order to matter."""
-    return DEALT_ORDERS if trees >= 2 * judge.world and judge.world <= POLISH_RANKS else 1
+def _orders(judge: _Judge, units: int) -> int:
+    """Orders of units to measure: one where units are too few, or ranks too many, for the order to matter."""
+    return DEALT_ORDERS if units >= 2 * judge.world and judge.world <= POLISH_RANKS else 1
 
 
 def _repaired(judge: _Judge, base: Candidate) -> Layout:
@@ -197,6 +202,9 @@ def _repaired(judge: _Judge, base: Candidate) -> Layout:
 
 def _polish(judge: _Judge, best: Candidate) -> Candidate:
     """Re-split the slowest rank, or the one with the busiest link, with the idlest ones, while that gains."""
+    forest = best.survey.forest
+    many = len(free_units(forest)) >= judge.world and forest.segments <= MANY_SEGMENTS
+    partners, splits = POLISH_MANY if many else POLISH_FEW
     for _ in range(POLISH_ROUNDS):
         ranks = rank_time(best.time, judge.model)
         if not best.violation and (int(ranks.max()) - int(ranks.mean())) * 1000 <= best.time.step * WORTH_PER_MILLE:
@@ -207,8 +215,8 @@ def _polish(judge: _Judge, best: Candidate) -> Candidate:
         tries = [
             judge.candidate(best.name.removesuffix("+polish") + "+polish", best.survey, layout)
             for slow in busy
-            for other in [r for r in idle[:4].tolist() if r != slow][:3]
-            for layout in _resplit(judge, best, slow, other)
+            for other in [rank for rank in idle[: partners + 1].tolist() if rank != slow][:partners]
+            for layout in _resplit(judge, best, slow, other, splits)
         ]
         better = min(tries, key=lambda c: c.key, default=best)
         if better.key >= best.key:
@@ -217,14 +225,14 @@ def _polish(judge: _Judge, best: Candidate) -> Candidate:
     return best
 
 
-def _resplit(judge: _Judge, base: Candidate, one: int, other: int) -> list[Layout]:
+def _resplit(judge: _Judge, base: Candidate, one: int, other: int, splits: int) -> list[Layout]:
     """Layouts in which two ranks share their tokens in another way."""
     layout, world = base.layout, judge.world
     parts = [Pieces(*layout.pieces(rank)) for rank in range(world)]
     tokens = parts[one].tokens
     found = []
     together = join([parts[one], parts[other]])
-    for pair in split(base.survey, together, tokens, (1, 1), judge.prices, judge.cap, best=3):
+    for pair in split(base.survey, together, tokens, (1, 1), judge.prices, judge.cap, best=splits):
         if any(np.array_equal(part.start, parts[one].start) for part in pair):
             continue  # as it is, or with the ranks swapped
         changed = list(parts)

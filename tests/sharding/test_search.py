@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.baselines import baseline_layouts
+from benchmarks.planner import PACK_TOKENS, quality, read_set, whole_group_packs
 from cp_engine.sharding.chord import chord_layout
 from cp_engine.sharding.cost import PRESETS, SplitPrices, step_time
-from cp_engine.sharding.deal import deal_trees, dealt_orders, snapped_layout
-from cp_engine.sharding.forest import build_forest
+from cp_engine.sharding.deal import deal, dealt_orders, free_units, reorder_units, snapped_layout
+from cp_engine.sharding.forest import Forest, build_forest
 from cp_engine.sharding.layout import Layout, imbalance, layout_from_cuts, rank_pairs
 from cp_engine.sharding.measure import Survey, measure
 from cp_engine.sharding.reorder import canonical_root_order, reorder_roots
@@ -20,6 +22,7 @@ from cp_engine.sharding.zones import trunk_ends
 from tests.forests import Rows, chain_forest, comb_rows, random_variety
 from tests.sharding.test_cost import star
 
+DATA = Path(__file__).parents[3] / "shared" / "data" / "tokens"
 DENSE, HYBRID = PRESETS["qwen3-8b"], PRESETS["qwen3-next-80b-a3b"]
 SPLIT_PRICES = SplitPrices(tile=1_500_000, chunk=0, row=13_000, piece=1_000)
 
@@ -82,6 +85,12 @@ def test_a_reordered_forest_is_the_same_forest(seed):
     forest = rows.forest
     roots = int((forest.parent < 0).sum())
     again = reorder_roots(forest, np.random.default_rng(seed).permutation(roots))
+    check_same_forest(rows, again)
+
+
+def check_same_forest(rows: Rows, again: Forest) -> None:
+    """Every rollout reads its own tokens, and the order is depth-first with the heaviest child first."""
+    forest = rows.forest
     assert np.array_equal(again.token[again.flat_to_tree()], rows.token)
     assert (again.parent < np.arange(again.segments)).all() and again.segment_start[-1] == forest.tokens
     length = again.subtree_end - again.segment_start[:-1]
@@ -160,15 +169,35 @@ def test_whole_trees_stay_on_one_rank_where_that_balances():
 
 def test_dealing_evens_out_tokens_and_pairs():
     survey = Survey(long_rows(11, 80).forest)
-    bounds = np.append(np.flatnonzero(survey.forest.parent < 0), survey.forest.segments)
-    tokens, pairs = np.diff(survey.start[bounds]), np.diff(survey.pairs_above[bounds])
+    units = free_units(survey.forest)
+    tokens, pairs = np.diff(survey.start[units.bounds]), np.diff(survey.pairs_above[units.bounds])
     for world in (2, 4, 8):
-        bins = deal_trees(survey, world, recurrent=False)
+        bins = deal(survey, units, world, recurrent=False)
         assert sorted(np.concatenate(bins).tolist()) == list(range(80))
         assert imbalance(np.array([tokens[b].sum() for b in bins])) < 1.01
         assert imbalance(np.array([pairs[b].sum() for b in bins])) < 1.03
-        for order in dealt_orders(survey, world, 4, recurrent=True):
+        for order in dealt_orders(survey, units, world, 4, recurrent=True):
             assert sorted(order.tolist()) == list(range(80))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_children_of_a_shared_trunk_are_dealt_too(seed):
+    """One tree: the first child stays, the others move, and the forest is still the same one."""
+    rows = random_variety(4 * seed) if seed % 2 else under_a_trunk(long_rows(seed, 20))
+    forest = rows.forest
+    units = free_units(forest)
+    order = np.random.default_rng(seed).permutation(len(units))
+    check_same_forest(rows, reorder_units(forest, units, order))
+    if seed % 2 == 0:
+        assert len(units) > 10
+        placed = balanced_layout(forest, 4, model=DENSE)
+        check_same_forest(rows, placed.forest)
+        assert placed.time.step <= placed.tried["chord"]
+
+
+def under_a_trunk(rows: Rows) -> Rows:
+    """All rows behind one prompt: a forest of one tree."""
+    return Rows([[7] * 40 + [group, *row] for row, group in zip(rows.rows, rows.groups, strict=True)], rows.groups)
 
 
 def test_snapped_cuts_stay_near_equal_tokens():
@@ -200,3 +229,17 @@ def test_refused_in_the_users_words():
     empty = build_forest(np.empty(0, np.int64), np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="forest without tokens"):
         balanced_layout(empty, 2, model=DENSE)
+
+
+@pytest.mark.parametrize("name", ["tau_airline_calls", "toolbench_dfs", "game24_samples"])
+def test_real_rollouts_hold_the_limits(name):
+    file = DATA / f"{name}.jsonl.gz"
+    if not file.is_file():
+        pytest.skip(f"the data set {name} is not in the folder shared/data/tokens beside the checkout")
+    packs = whole_group_packs(read_set(file), PACK_TOKENS)
+    for world in (2, 4, 8):
+        row = quality(name, packs, world, DENSE)
+        assert not [fault for fault in row["listed"] if "pairs" in fault and "over" in fault]
+        assert row["token_spread"] <= TOKEN_SPREAD and row["most_pieces"] <= 4 and row["mean_pieces"] < 2
+        assert max(row[f"step_over_{rival}"] for rival in ("contiguous", "zigzag", "snake", "chord")) <= 1
+        assert row["exposed"] <= 0.035
