@@ -39,13 +39,18 @@ def local_ranks(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from cp_engine.distributed.ranks import join_ranks
+    from cp_engine.models.load import folder_vocabulary
     from cp_engine.verify.run import VerifyOptions, verify
 
     ranks = join_ranks()
     if args.cp is not None and ranks.world != args.cp:
         raise ValueError(f"--cp is {args.cp} but {ranks.world} rank processes run")
     rollouts = read_rollouts(
-        args.rollouts, max_tokens=args.max_pack_tokens, limit=args.limit, limit_per_group=args.limit_per_group
+        args.rollouts,
+        vocab_size=folder_vocabulary(args.model),
+        max_tokens=args.max_pack_tokens,
+        limit=args.limit,
+        limit_per_group=args.limit_per_group,
     )
     full = 1 + max(int(r.input_ids.max()) for r in rollouts) if args.vocab == "full" else None
     options = VerifyOptions(

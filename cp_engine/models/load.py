@@ -62,6 +62,23 @@ def load_model(
     return model.to(device)
 
 
+def folder_vocabulary(path_or_preset: str | os.PathLike) -> int | None:
+    """Ids that a model folder knows; None for a preset, whose vocabulary is chosen, and for what is no folder.
+
+    Raises:
+        ValueError: for a config that cannot be read.
+    """
+    name = os.fspath(path_or_preset)
+    if name in PRESETS or not (Path(name) / "config.json").is_file():
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True).get_text_config().vocab_size
+    except OSError as error:
+        raise ValueError(f"cannot load the folder {name!r}: {error}") from error
+
+
 def prepare_for_trees(model: nn.Module) -> None:
     """Make a causal LM run on packed trees, in place; modules and weights stay as they are.
 
