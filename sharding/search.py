@@ -40,10 +40,10 @@ DEALT_ORDERS = 4  # orders of whole subtrees that are measured
 CROWDED_PER_MILLE = 25  # what a layout of two pieces a rank or more must gain over one with fewer
 POLISH_RANKS = 16  # most ranks for which the slower steps are tried
 POLISH_ROUNDS = 4
-# Idle ranks and splits that a polish tries with each busy one. Many small subtrees meet the tile grid by luck, which
-# only measuring finds; few deep ones do not repay it.
-POLISH_FEW, POLISH_MANY = (3, 3), (5, 8)
-MANY_SEGMENTS = 4096  # most segments for which many are tried
+# Idle ranks, and splits with each, that a polish tries for a busy rank. Many small subtrees meet the tile grid by luck,
+# which only measuring finds; few deep ones do not repay it, and a forest of many segments takes longer to measure.
+POLISH_MANY, POLISH_FEW, POLISH_LARGE = (5, 8), (3, 3), (2, 2)
+LARGE_SEGMENTS = 4096  # segments of a forest from which on it counts as large
 WORTH_PER_MILLE = 1  # polishing stops when a perfect layout would gain less than this
 
 
@@ -203,8 +203,9 @@ def _repaired(judge: _Judge, base: Candidate) -> Layout:
 def _polish(judge: _Judge, best: Candidate) -> Candidate:
     """Re-split the slowest rank, or the one with the busiest link, with the idlest ones, while that gains."""
     forest = best.survey.forest
-    many = len(free_units(forest)) >= judge.world and forest.segments <= MANY_SEGMENTS
-    partners, splits = POLISH_MANY if many else POLISH_FEW
+    many = len(free_units(forest)) >= judge.world
+    large = forest.segments >= LARGE_SEGMENTS
+    partners, splits = POLISH_LARGE if large else POLISH_MANY if many else POLISH_FEW
     for _ in range(POLISH_ROUNDS):
         ranks = rank_time(best.time, judge.model)
         if not best.violation and (int(ranks.max()) - int(ranks.mean())) * 1000 <= best.time.step * WORTH_PER_MILLE:
