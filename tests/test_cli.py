@@ -13,8 +13,8 @@ from cp_engine.models.load import load_model, save_model
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "launch" / "data" / "sample.jsonl"
 VERIFY_KEYS = (
-    "ok edges occurrences tree_tokens flat_tokens max_logprob_err loss_err max_grad_err worst_tensor state_half_life cp "
-    "exchange dtype clipped_high clipped_low"
+    "ok edges occurrences tree_tokens flat_tokens max_logprob_err loss_err max_grad_err worst_tensor state_half_life "
+    "cp exchange dtype clipped_high clipped_low"
 ).split()
 
 
