@@ -48,9 +48,11 @@ def test_closed_form(tmp_path, capsys):
         "max_depth": 6,
         "flat_pairs": 15 + 21 + 6 + 15 + 6 + 1,
         "tree_pairs": 30,
+        "replayed_tokens": 0,
         "packs": [
             {
                 "tree_tokens": 9,
+                "replayed_tokens": 0,
                 "token_imbalance": pytest.approx(5 / 4.5),
                 "pair_imbalance": pytest.approx(20 / 15),
                 "ranks": [
@@ -77,9 +79,12 @@ def test_figures_of_the_ranks(seed):
     rows = random_variety(seed)
     report = plan_report(flatten_rollouts(rows.rollouts()), 1 + seed % 5, rows.share, None)
     (pack,) = report["packs"]
-    # Groups are renumbered by first appearance, which reorders trees: compare with the forest of the renumbered rows.
-    first = list(dict.fromkeys(rows.groups))
-    rows = type(rows)(rows.rows, [first.index(g) for g in rows.groups], rows.share, rows.keys)
+    # Packs order groups by their rollouts, whatever their numbers: compare with the forest of the renumbered rows.
+    held: dict[int, list] = {}
+    for index, (row, group) in enumerate(zip(rows.rows, rows.groups, strict=True)):
+        held.setdefault(group, []).append(row if rows.keys is None else list(zip(row, rows.keys[index], strict=True)))
+    order = sorted(held, key=lambda group: sorted(held[group]))
+    rows = type(rows)(rows.rows, [order.index(g) for g in rows.groups], rows.share, rows.keys)
     layout = contiguous_layout(rows.forest, 1 + seed % 5)
     owned = [layout.rank_tokens(rank).tolist() for rank in range(layout.world)]
     seen = [{k for t in tokens for k in rows.paths[t]} - set(tokens) for tokens in owned]

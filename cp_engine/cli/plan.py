@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
 def plan_report(flat: FlatRollouts, cp: int, share: str, max_pack_tokens: int | None) -> dict:
     """The figures of `plan --json`.
 
-    The figures of the batch are of one forest over all its rollouts; packs replay shared ancestors, so theirs may add
-    up to more. ``share_key_tokens`` are the tree tokens that only share keys keep apart; ``plan_ms`` covers packing and
-    the plans of all ranks, in milliseconds.
+    The figures of the batch are of one forest over all its rollouts; packs replay shared ancestors, so theirs add up to
+    ``replayed_tokens`` more. ``share_key_tokens`` are the tree tokens that only share keys keep apart; ``plan_ms``
+    covers packing and the plans of all ranks, in milliseconds.
     """
     began = time.perf_counter()
     packs = pack_rollouts(
@@ -79,6 +79,7 @@ def plan_report(flat: FlatRollouts, cp: int, share: str, max_pack_tokens: int | 
         "max_depth": forest.max_depth,
         "flat_pairs": forest.flat_pairs,
         "tree_pairs": forest.tree_pairs,
+        "replayed_tokens": sum(pack.replayed_tokens for pack in packs),
         "plan_ms": round(plan_ms, 3),
         "packs": [_pack_report(pack, ranks) for pack, ranks in zip(packs, plans, strict=True)],
     }
@@ -92,6 +93,7 @@ def _rank_plans(pack: Pack, cp: int) -> list[ShardPlan]:
 def _pack_report(pack: Pack, plans: list[ShardPlan]) -> dict:
     return {
         "tree_tokens": pack.tokens,
+        "replayed_tokens": pack.replayed_tokens,
         "token_imbalance": imbalance(np.array([plan.tokens for plan in plans])),
         "pair_imbalance": imbalance(np.array([plan.attention.pairs for plan in plans])),
         "ranks": [
