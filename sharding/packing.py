@@ -148,19 +148,25 @@ def pack_rollouts(
     else:
         places = pack_places(split_trie, _units(split_order, coupled), budget) or [[]]
         members = [np.sort(split_order[p]) for p in places]
-
     pack_of = np.empty(len(order), np.int64)
     for index, member in enumerate(members):
         pack_of[member] = index
     new = fresh_tokens(trie, pack_of[order], len(members))
     fresh = new if split is batch else fresh_tokens(split_trie, pack_of[split_order], len(members))
-    packs = []
-    for index, member in enumerate(members):
-        part, flat = split.select(member)
-        forest = part.forest()
-        replayed, unshared = forest.tokens - int(fresh[index]), int(fresh[index] - new[index])
-        packs.append(Pack(member, forest, np.asarray(loss_mask, bool)[flat], replayed, unshared))
-    return packs
+    mask = np.asarray(loss_mask, bool)
+    return [_pack(split, mask, *each) for each in zip(members, fresh.tolist(), new.tolist(), strict=True)]
+
+
+def _pack(batch: _Batch, loss_mask: np.ndarray, rollouts: np.ndarray, fresh: int, new: int) -> Pack:
+    """The pack of some rollouts.
+
+    Args:
+        fresh: its tree tokens that no earlier pack holds.
+        new: the same, were every run shared.
+    """
+    part, flat = batch.select(rollouts)
+    forest = part.forest()
+    return Pack(rollouts, forest, loss_mask[flat], forest.tokens - fresh, fresh - new)
 
 
 def _canonical_groups(batch: _Batch) -> np.ndarray:
