@@ -17,7 +17,11 @@ import torch
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.reference import accumulation_dtype
 
-BACKENDS = {"reference": "cp_engine.kernels.attention.reference"}
+BACKENDS = {
+    "reference": "cp_engine.kernels.attention.reference",
+    "triton": "cp_engine.kernels.attention.triton",
+    "cudnn": "cp_engine.kernels.attention.cudnn",
+}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,0 +1,129 @@
+"""The cuDNN attention backend: `cudnn.flex_attention` of nvidia-cudnn-frontend, on Hopper and Blackwell.
+
+Its mask is a union of key intervals for each query row, which is what `Intervals` are. The mask plan is made once for a
+pack and used by all its layers, forward and backward. The number of intervals of a row is data to its kernels.
+
+dk and dv come back in the inputs' dtype: its float32 accumulators are not handed out, so ``accumulate`` widens values
+that were rounded once. Backward adds dq by atomics, in a fixed order when PyTorch's deterministic algorithms are on
+(`torch.use_deterministic_algorithms`).
+
+Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size, M intervals of a row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import torch
+
+from cp_engine.kernels.attention.intervals import Intervals
+
+PACKAGE = "nvidia-cudnn-frontend==1.32.0"
+DTYPES = (torch.bfloat16, torch.float16)
+CARDS = (9, 10)  # compute capabilities
+MOST_HEAD_SIZE = 128  # every multiple of 8 up to it, and 256
+
+
+def why_not(q: torch.Tensor) -> str | None:
+    """Why this backend cannot compute with rows like q, in the user's words; None when it can."""
+    size = q.shape[2]
+    if q.dtype not in DTYPES:
+        return f"computes bfloat16 and float16; got {q.dtype}. Use reference"
+    if q.device.type != "cuda":
+        return f"needs a GPU; q is on {q.device}"
+    if torch.cuda.get_device_capability(q.device)[0] not in CARDS:
+        return f"needs a Hopper or Blackwell GPU; this is {torch.cuda.get_device_name(q.device)}. Use triton"
+    if size != 256 and (size > MOST_HEAD_SIZE or size % 8):
+        return f"needs a head size of 256, or a multiple of 8 up to {MOST_HEAD_SIZE}; got {size}. Use triton"
+    if importlib.util.find_spec("cudnn") is None or importlib.util.find_spec("cutlass") is None:
+        return f"needs {PACKAGE} (pip install cp-engine[gpu])"
+    return None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention`."""
+    plan = _plan(q, k, intervals)
+    dtype = torch.float32 if accumulate else q.dtype
+    if plan is None:
+        return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    from cudnn.flex_attention.execution import _flex_attention_forward
+
+    rows = (x.contiguous()[None] for x in (q, k, v))
+    result = _flex_attention_forward(*rows, mask_plan=plan, softmax_scale=scale, return_lse=True)
+    return result["o_tensor"][0].to(dtype), result["lse_tensor"][0].T.contiguous()
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention_backward`."""
+    plan = _plan(q, k, intervals)
+    dtype = torch.float32 if accumulate else q.dtype
+    if plan is None:
+        return tuple(torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    from cudnn.flex_attention.execution import _flex_attention_backward
+
+    result = _flex_attention_backward(
+        *(x.contiguous()[None] for x in (q, k, v, out, dout)),
+        lse.T.contiguous()[None],
+        mask_plan=plan,
+        softmax_scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return tuple(result[name][0].to(dtype) for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
+
+
+def _plan(q: torch.Tensor, k: torch.Tensor, intervals: Intervals):
+    """The mask plan for these heads and rows, or None where no row sees anything."""
+    reason = why_not(q)
+    if reason is not None:
+        raise ValueError(f"attention backend cudnn {reason}")
+    if not q.shape[0] or not intervals.key_end:
+        return None
+    from cudnn.flex_attention import create_mask_plan
+
+    def build(made: Intervals):
+        ends = made.prepared("cudnn ends", interval_ends)
+        return create_mask_plan(ends[None], q[None], k[None], k[None], build_backward=True)
+
+    return intervals.prepared(f"cudnn {tuple(q.shape)} {tuple(k.shape)} {q.dtype}", build)
+
+
+def interval_ends(intervals: Intervals) -> torch.Tensor:
+    """int32 [1 + 2 M, Nq] on the intervals' device: row i sees [0, f0), [f1, f2), [f3, f4), ... of column i.
+
+    Ascending; f0 is 0, and unused intervals are empty ones at ``key_end``.
+    """
+    names = ("run_row", "run_length", "span_ptr", "span_lo", "span_hi", "diag_lo", "diag_hi")
+    run_row, run_length, span_ptr, span_lo, span_hi, diag_lo, diag_hi = (
+        getattr(intervals, name).cpu().numpy() for name in names
+    )
+    run = np.concatenate([np.repeat(np.arange(len(run_row)), np.diff(span_ptr)), np.flatnonzero(diag_lo >= 0)])
+    own = diag_lo >= 0
+    lo, hi = np.concatenate([span_lo, diag_lo[own]]), np.concatenate([span_hi, diag_hi[own]])
+    grows = np.arange(len(run)) >= len(span_lo)
+    order = np.lexsort((lo, run))
+    run, lo, hi, grows = run[order], lo[order], hi[order], grows[order]
+    place = np.arange(len(run)) - np.searchsorted(run, run)
+    most = int(place.max(initial=-1)) + 1
+    ends = np.full((1 + 2 * most, intervals.rows), intervals.key_end, np.int32)
+    ends[0] = 0
+    length = run_length[run]
+    offset = np.cumsum(length) - length
+    step = np.arange(int(length.sum())) - np.repeat(offset, length)
+    row = np.repeat(run_row[run], length) + step
+    slot = np.repeat(1 + 2 * place, length)
+    ends[slot, row] = np.repeat(lo, length)
+    ends[slot + 1, row] = np.repeat(hi, length) + np.repeat(grows, length) * step
+    return torch.as_tensor(ends, device=intervals.device)

@@ -1,0 +1,66 @@
+"""The Triton attention backend: any GPU that Triton compiles for, and Triton's interpreter on a CPU.
+
+Triton itself is imported at the first call, so that everything imports where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from cp_engine.kernels.attention.intervals import Intervals
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_SIZES = (16, 256)
+
+
+def why_not(q: torch.Tensor) -> str | None:
+    """Why this backend cannot compute with rows like q, in the user's words; None when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton (pip install triton)"
+    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a GPU, or TRITON_INTERPRET=1 before the start; q is on {q.device}"
+    if q.dtype not in DTYPES:
+        return f"computes float32, bfloat16 and float16; got {q.dtype}. Use reference"
+    if not HEAD_SIZES[0] <= q.shape[2] <= HEAD_SIZES[1]:
+        return f"needs a head size from {HEAD_SIZES[0]} to {HEAD_SIZES[1]}; got {q.shape[2]}. Use reference"
+    return None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention`."""
+    from cp_engine.kernels.attention.triton.forward_pass import forward as run
+
+    _check(q, scale)
+    return run(q.contiguous(), k.contiguous(), v.contiguous(), intervals, scale, accumulate)
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention_backward`."""
+    from cp_engine.kernels.attention.triton.backward_pass import backward as run
+
+    _check(q, scale)
+    rows = (x.contiguous() for x in (q, k, v, out, lse, dout))
+    return run(*rows, intervals, scale, accumulate)
+
+
+def _check(q: torch.Tensor, scale: float) -> None:
+    reason = why_not(q)
+    if reason is None and not scale > 0:
+        reason = f"needs a positive scale; got {scale}"
+    if reason is not None:
+        raise ValueError(f"attention backend triton {reason}")

@@ -1,0 +1,226 @@
+"""dq by owner of query rows, dk and dv by owner of key rows: no atomics, every sum in a fixed order.
+
+With p = exp2(s * scale_log2 - lse2) and ds = p * (dp - delta), where lse2 = lse * log2(e) and delta = dout . out:
+dq = scale * ds k, dk = scale * ds^T q, dv = p^T dout.
+
+Shapes: Nq query rows, Nk key rows, QH query heads, KH kv heads, D head size, DP padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.triton.compiler import tl, triton
+from cp_engine.kernels.attention.triton.primitives import (
+    LOG2_E,
+    load_bits,
+    load_keys,
+    load_packed,
+    next_tile,
+    packed_at,
+    packed_heads,
+    padded,
+    precision,
+    sizes_of,
+)
+from cp_engine.kernels.attention.triton.tiles import ENTRY, tile_list
+
+STATISTIC_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["query_rows"])
+def _statistics_kernel(
+    out, dout, lse, lse2, delta, query_rows, QH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """lse2 and delta, both [QH / PACK, Nq * PACK], so that a tile's packed rows lie side by side."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    col = tl.arange(0, DP)
+    live = row < query_rows
+    mask = live[:, None] & (col < D)[None, :]
+    at = (tl.cast(row, tl.int64) * QH + head)[:, None] * D + col[None, :]
+    product = tl.load(out + at, mask=mask, other=0.0).to(tl.float32) * tl.load(dout + at, mask=mask, other=0.0)
+    natural = tl.load(lse + tl.cast(row, tl.int64) * QH + head, mask=live, other=0.0)
+    place = (tl.cast(head // PACK, tl.int64) * query_rows + row) * PACK + head % PACK
+    tl.store(delta + place, tl.sum(product, 1), mask=live)
+    # A row that sees nothing has no visible score; any finite number in place of its lse gives p = 0.
+    tl.store(lse2 + place, tl.where(natural == -float("inf"), 0.0, natural * 1.4426950408889634), mask=live)
+
+
+@triton.jit
+def _dq_step(dq, queries, grads, keys, values, lse2, delta, seen, scale_log2, BORDER: tl.constexpr,
+             PRECISION: tl.constexpr):  # fmt: skip
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    weights = tl.exp2(scores * scale_log2 - lse2[:, None])
+    if BORDER:
+        weights = tl.where(seen, weights, 0.0)
+    dp = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+    ds = weights * (dp - delta[:, None])
+    return tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["query_rows", "key_rows"])
+def _dq_kernel(
+    q, k, v, dout, lse2, delta, dq, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows,
+    scale, scale_log2,
+    QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
+):  # fmt: skip
+    entry = entries + tl.program_id(0) * ENTRY
+    start = tl.load(entry) * TOKENS
+    index, full = tl.load(entry + 1), tl.load(entry + 2)
+    border, border_end = tl.load(entry + 3), tl.load(entry + 4)
+    head = tl.program_id(1) * PACK
+    kv_head = head // (QH // KH)
+    row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
+    queries = load_packed(q + head * D, start, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
+    grads = load_packed(dout + head * D, start, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
+    live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
+    statistic = (tl.cast(tl.program_id(1), tl.int64) * query_rows + start) * PACK + row
+    row_lse2 = tl.load(lse2 + statistic, mask=live, other=0.0)
+    row_delta = tl.load(delta + statistic, mask=live, other=0.0)
+    k += kv_head * D
+    v += kv_head * D
+    acc = tl.zeros([ROWS, DP], tl.float32)
+
+    place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
+    for _ in range(0, full):
+        keys = load_keys(k, place, key, col, key_rows, KH * D, D, DP, True)
+        values = load_keys(v, place, key, col, key_rows, KH * D, D, DP, True)
+        acc = _dq_step(acc, queries, grads, keys, values, row_lse2, row_delta, True, scale_log2, False, PRECISION)
+        index, place, left = next_tile(range_lo, range_tiles, index, place, left, KEYS)
+
+    for at in range(border, border_end):
+        place = tl.load(border_lo + at)
+        keys = load_keys(k, place, key, col, key_rows, KH * D, D, DP, False)
+        values = load_keys(v, place, key, col, key_rows, KH * D, D, DP, False)
+        seen = load_bits(words, at, row // PACK, key, TOKENS, KEYS)
+        acc = _dq_step(acc, queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2, True, PRECISION)
+
+    result = packed_at(dq + head * D, start, row, col, PACK, QH * D, D)
+    tl.store(result, (acc * scale).to(dq.dtype.element_ty), mask=live[:, None] & (col < D)[None, :])
+
+
+@triton.jit
+def _dkdv_step(dk, dv, keys, values, queries, grads, lse2, delta, seen, scale_log2, BORDER: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
+    """Everything transposed: keys down, query rows across."""
+    scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+    weights = tl.exp2(scores * scale_log2 - lse2[None, :])
+    if BORDER:
+        weights = tl.where(seen, weights, 0.0)
+    dv = tl.dot(weights.to(grads.dtype), grads, dv, input_precision=PRECISION)
+    dp = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+    ds = weights * (dp - delta[None, :])
+    dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["query_rows", "key_rows"])
+def _dkdv_kernel(
+    q, k, v, dout, lse2, delta, dk, dv, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows,
+    scale, scale_log2,
+    QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
+):  # fmt: skip
+    entry = entries + tl.program_id(0) * ENTRY
+    start = tl.load(entry) * KEYS
+    first, full = tl.load(entry + 1), tl.load(entry + 2)
+    border, border_end = tl.load(entry + 3), tl.load(entry + 4)
+    kv_head = tl.program_id(1)
+    row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
+    keys = load_keys(k + kv_head * D, start, key, col, key_rows, KH * D, D, DP, False)
+    values = load_keys(v + kv_head * D, start, key, col, key_rows, KH * D, D, DP, False)
+    dk_acc = tl.zeros([KEYS, DP], tl.float32)
+    dv_acc = tl.zeros([KEYS, DP], tl.float32)
+    # Rows of a tile beyond its last packed token are masked even in full tiles.
+    EXACT: tl.constexpr = TOKENS * PACK == ROWS
+    inside = row < TOKENS * PACK
+    PACKS: tl.constexpr = QH // KH // PACK
+
+    for pack in range(0, PACKS):
+        one = kv_head * PACKS + pack
+        head_q, head_grad = q + one * PACK * D, dout + one * PACK * D
+        statistic = tl.cast(one, tl.int64) * query_rows * PACK
+        index = first
+        place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
+        for _ in range(0, full):
+            queries = load_packed(head_q, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT)
+            grads = load_packed(head_grad, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT)
+            at_row = statistic + tl.cast(place, tl.int64) * PACK + row
+            row_lse2 = tl.load(lse2 + at_row, mask=inside, other=0.0)
+            row_delta = tl.load(delta + at_row, mask=inside, other=0.0)
+            dk_acc, dv_acc = _dkdv_step(
+                dk_acc, dv_acc, keys, values, queries, grads, row_lse2, row_delta, True, scale_log2, False, PRECISION
+            )
+            index, place, left = next_tile(range_lo, range_tiles, index, place, left, TOKENS)
+
+        for at in range(border, border_end):
+            place = tl.load(border_lo + at)
+            queries = load_packed(head_q, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
+            grads = load_packed(head_grad, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
+            at_row = statistic + tl.cast(place, tl.int64) * PACK + row
+            live = inside & (place + row // PACK < query_rows)
+            row_lse2 = tl.load(lse2 + at_row, mask=live, other=0.0)
+            row_delta = tl.load(delta + at_row, mask=live, other=0.0)
+            seen = inside[None, :] & load_bits(words, at, key, row // PACK, KEYS, TOKENS)
+            dk_acc, dv_acc = _dkdv_step(
+                dk_acc, dv_acc, keys, values, queries, grads, row_lse2, row_delta, seen, scale_log2, True, PRECISION
+            )
+
+    at = kv_head * D + (tl.cast(start, tl.int64) + key)[:, None] * (KH * D) + col[None, :]
+    mask = (start + key < key_rows)[:, None] & (col < D)[None, :]
+    tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=mask)
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention_backward`; arguments are contiguous."""
+    query_rows, query_heads, size = q.shape
+    dtype = torch.float32 if accumulate else q.dtype
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    # Nobody sees the keys from key_end on.
+    dk[intervals.key_end :].zero_()
+    dv[intervals.key_end :].zero_()
+    if not dq.numel():
+        return dq, dk.zero_(), dv.zero_()
+    pack = packed_heads(query_heads // k.shape[1])
+    lse2, delta = (torch.empty_like(lse) for _ in range(2))
+    shape = {"QH": query_heads, "D": size, "DP": padded(size), "PACK": pack}
+    _statistics_kernel[(triton.cdiv(query_rows, STATISTIC_ROWS), query_heads)](
+        out, dout, lse, lse2, delta, query_rows, ROWS=STATISTIC_ROWS, **shape
+    )
+    shape |= {"KH": k.shape[1], "PRECISION": precision(q.dtype), "ENTRY": ENTRY}
+    factors = scale, scale * LOG2_E
+
+    sizes = sizes_of("dq", size, q.dtype, q.device)
+    tokens = sizes.rows // pack
+    tiles = tile_list(intervals, "rows", tokens, sizes.keys)
+    _dq_kernel[(tiles.tiles, query_heads // pack)](
+        q, k, v, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo, tiles.words,
+        query_rows, k.shape[0], *factors,
+        TOKENS=tokens, ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
+    )  # fmt: skip
+
+    sizes = sizes_of("dkdv", size, q.dtype, q.device)
+    tokens = sizes.rows // pack
+    tiles = tile_list(intervals, "keys", sizes.keys, tokens)
+    if tiles.tiles:
+        _dkdv_kernel[(tiles.tiles, k.shape[1])](
+            q, k, v, dout, lse2, delta, dk, dv, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo,
+            tiles.words, query_rows, intervals.key_end, *factors,
+            TOKENS=tokens, ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
+        )  # fmt: skip
+    return dq, dk, dv

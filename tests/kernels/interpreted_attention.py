@@ -1,0 +1,170 @@
+"""Cases of the Triton attention backend in Triton's interpreter; `test_attention_triton.py` runs this file."""
+
+import tests.kernels.interpreted  # noqa: F401  isort: skip
+
+import numpy as np
+import pytest
+import torch
+
+from cp_engine.kernels.attention import Intervals, attention, attention_backward
+from cp_engine.kernels.attention.triton import primitives, tiles
+from cp_engine.kernels.attention.triton.primitives import Sizes
+from cp_engine.sharding.attention_plan import attention_plan
+from cp_engine.sharding.forest import build_forest
+from cp_engine.sharding.intervals import RowIntervals, visible_intervals
+from cp_engine.sharding.layout import contiguous_layout
+from tests.forests import random_layout, random_rows, random_variety
+from tests.kernels.attention_oracle import (
+    Tensors,
+    dense_attention,
+    poisoned_memory,
+    random_tensors,
+    relative_error,
+    visible,
+)
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+BOUND = 2e-6  # float32; errors of 1e-7 to 5e-7 are seen
+
+
+def whole(forest) -> Intervals:
+    return Intervals.from_arrays(visible_intervals(forest, contiguous_layout(forest, 1), 0))
+
+
+def run(x: Tensors, keys: Tensors, intervals: Intervals, accumulate: bool = False) -> dict[str, torch.Tensor]:
+    with poisoned_memory():
+        out, lse = attention(x.q, keys.k, keys.v, intervals, scale=x.scale, backend="triton")
+        grads = attention_backward(
+            x.q, keys.k, keys.v, out, lse, x.dout, intervals, scale=x.scale, backend="triton", accumulate=accumulate
+        )
+    return dict(zip(NAMES, (out, lse, *grads), strict=True))
+
+
+def deep_forest():
+    """A trunk of full tiles that rows leave at many places, and trees of their own."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 50, 150)
+    rows = [np.concatenate([trunk[: rng.integers(80, 150)], rng.integers(0, 50, 40)]) for _ in range(3)]
+    rows += [rng.integers(50, 99, 30) for _ in range(2)]
+    return build_forest(np.concatenate(rows), np.cumsum([0] + [len(row) for row in rows]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "size"),
+    [
+        (Sizes(32, 16, 4, 1), (4, 2), 16),
+        (Sizes(64, 128, 4, 1), (3, 1), 20),  # 3 heads in 64 rows leave one over; two words a row
+        (Sizes(32, 32, 4, 1), (2, 2), 64),
+        (Sizes(16, 64, 4, 1), (34, 1), 32),  # two packs of 17 heads would not fit: packs of 2
+    ],
+    ids=["gqa", "share 3", "mha", "several packs"],
+)
+def test_equals_dense_attention(monkeypatch, sizes, heads, size):
+    monkeypatch.setattr(primitives, "FLOAT32", sizes)
+    forest = deep_forest() if heads[0] < 8 else random_variety(4).forest
+    x = random_tensors(forest.tokens, heads, size, 1, torch.float32)
+    got, truth = run(x, x, whole(forest)), dense_attention(visible(forest), x)
+    for name in NAMES:
+        assert relative_error(got[name], truth[name]) < BOUND, name
+
+
+def test_many_tiny_segments():
+    for seed in range(5):
+        forest = random_rows(seed, rows=20, longest=20).forest if seed else random_variety(1).forest
+        x = random_tensors(forest.tokens, (4, 2), 16, seed, torch.float32)
+        got, truth = run(x, x, whole(forest)), dense_attention(visible(forest), x)
+        for name in NAMES:
+            assert relative_error(got[name], truth[name]) < BOUND, (seed, name)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_keys_of_an_exchange(exchange):
+    """Query rows of one rank against the gathered keys, and against each peer's: the same as the reference."""
+    forest = random_variety(7).forest
+    layout = random_layout(forest, 7, 3)
+    for rank in range(3):
+        plan = attention_plan(forest, layout, rank, exchange)
+        for part in [plan.gather.intervals] if plan.gather else plan.ring.intervals:
+            intervals = Intervals.from_arrays(part)
+            x = random_tensors(part.rows, (4, 2), 16, rank, torch.float32)
+            keys = random_tensors(intervals.key_end + 3, (4, 2), 16, 9, torch.float32)
+            got = run(x, keys, intervals)
+            wide, wide_keys = x.to(torch.float64), keys.to(torch.float64)
+            out, lse = attention(wide.q, wide_keys.k, wide_keys.v, intervals, scale=x.scale)
+            grads = attention_backward(wide.q, wide_keys.k, wide_keys.v, out, lse, wide.dout, intervals, scale=x.scale)
+            for name, truth in zip(NAMES, (out, lse, *grads), strict=True):
+                seen = truth.isfinite()
+                assert torch.equal(got[name].isfinite(), seen), name
+                assert relative_error(got[name][seen], truth[seen]) < BOUND, (rank, name)
+
+
+def test_rows_that_see_nothing_and_keys_that_nobody_sees():
+    """Rows 0, 3 and 4 see nothing; the diagonal of run 2 starts empty; keys 0 and 7 on are seen by no one."""
+    arrays = RowIntervals(
+        rows=8,
+        run_row=np.array([1, 3, 5]),
+        run_length=np.array([2, 1, 3]),
+        span_ptr=np.array([0, 1, 1, 1]),
+        span_lo=np.array([3]),
+        span_hi=np.array([5]),
+        diag_lo=np.array([1, -1, 5]),
+        diag_hi=np.array([2, -1, 5]),
+    )
+    mask = torch.zeros(8, 9, dtype=torch.bool)
+    for row in range(8):
+        for lo, hi in arrays.of_row(row):
+            mask[row, lo:hi] = True
+    x, keys = random_tensors(8, (4, 2), 16, 0, torch.float32), random_tensors(9, (4, 2), 16, 1, torch.float32)
+    got = run(x, keys, Intervals.from_arrays(arrays))
+    blind, unseen = ~mask.any(1), ~mask.any(0)
+    assert (got["out"][blind] == 0).all() and (got["lse"][blind] == -torch.inf).all() and (got["dq"][blind] == 0).all()
+    assert (got["dk"][unseen] == 0).all() and (got["dv"][unseen] == 0).all()
+    rows = Tensors(x.q[~blind], keys.k, keys.v, x.dout[~blind])
+    truth = dense_attention(mask[~blind], rows)
+    for name in NAMES:
+        mine = got[name] if name in ("dk", "dv") else got[name][~blind]
+        assert relative_error(mine, truth[name]) < BOUND, name
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
+def test_zero_rows(queries, keys):
+    none = np.empty(0, np.int64)
+    arrays = RowIntervals(queries, none, none, np.zeros(1, np.int64), none, none, none, none)
+    x, y = random_tensors(queries, (4, 2), 16, 0, torch.float32), random_tensors(keys, (4, 2), 16, 0, torch.float32)
+    got = run(x, y, Intervals.from_arrays(arrays))
+    assert got["out"].shape == x.q.shape and (got["out"] == 0).all() and (got["lse"] == -torch.inf).all()
+    assert not any(got[name].any() for name in ("dq", "dk", "dv"))
+
+
+def test_other_branches_do_not_touch_a_bit():
+    forest = random_variety(4).forest
+    mask, intervals = visible(forest), whole(forest)
+    x = random_tensors(forest.tokens, (4, 2), 16, 4, torch.float32)
+    out, lse = attention(x.q, x.k, x.v, intervals, scale=x.scale, backend="triton")
+    for token in range(0, forest.tokens, 5):
+        others = ~mask[token]
+        changed = [part.masked_fill(others[:, None, None], 1e3) for part in (x.q, x.k, x.v)]
+        out_2, lse_2 = attention(*changed, intervals, scale=x.scale, backend="triton")
+        assert torch.equal(out[token], out_2[token]) and torch.equal(lse[token], lse_2[token])
+
+
+def test_a_lost_mask_bit_shows():
+    """Planted fault: one visible pair less in a border tile."""
+    forest = random_variety(4).forest
+    intervals = whole(forest)
+    x = random_tensors(forest.tokens, (4, 2), 16, 4, torch.float32)
+    made = tiles.tile_list(intervals, "rows", primitives.FLOAT32.rows // 2, primitives.FLOAT32.keys)
+    tile, row = (made.words[:, 0] & 1).nonzero()[-1].tolist()
+    made.words[tile, 0, row] -= 1
+    got, truth = run(x, x, intervals), dense_attention(visible(forest), x)
+    assert relative_error(got["out"], truth["out"]) > 1e-2
+
+
+def test_tile_lists_are_made_once_and_hold_few_pairs():
+    forest = deep_forest()
+    intervals = whole(forest)
+    assert tiles.tile_list(intervals, "rows", 16, 32) is tiles.tile_list(intervals, "rows", 16, 32)
+    for axis in ("rows", "keys"):
+        made = tiles.tile_list(intervals, axis, 16, 16)
+        assert made.full_pairs + made.border_pairs < 1.45 * forest.tree_pairs
+        assert made.full_pairs <= forest.tree_pairs
