@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cp_engine.kernels.attention import Intervals, attention, attention_backward
-from cp_engine.kernels.attention.triton import primitives, tiles
+from cp_engine.kernels.attention.triton import backward_pass, primitives, tiles
 from cp_engine.kernels.attention.triton.primitives import Sizes
 from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.forest import build_forest
@@ -50,17 +50,20 @@ def deep_forest():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "heads", "size"),
+    ("sizes", "heads", "size", "apart", "described"),
     [
-        (Sizes(32, 16, 4, 1), (4, 2), 16),
-        (Sizes(64, 128, 4, 1), (3, 1), 20),  # 3 heads in 64 rows leave one over; two words a row
-        (Sizes(32, 32, 4, 1), (2, 2), 64),
-        (Sizes(16, 64, 4, 1), (34, 1), 32),  # two packs of 17 heads would not fit: packs of 2
+        (Sizes(32, 16, 4, 1), (4, 2), 16, False, True),
+        (Sizes(64, 128, 4, 1), (3, 1), 20, True, True),  # 3 heads in 64 rows leave one over; two words a row
+        (Sizes(32, 32, 4, 1), (2, 2), 64, True, True),
+        (Sizes(16, 64, 4, 1), (34, 1), 32, False, False),  # 17 packs of 2 heads; listed tiles are walked in parts
     ],
     ids=["gqa", "share 3", "mha", "several packs"],
 )
-def test_equals_dense_attention(monkeypatch, sizes, heads, size):
+def test_equals_dense_attention(monkeypatch, sizes, heads, size, apart, described):
+    """Tiles that fit nothing; dk and dv in one kernel or apart; loads by descriptors (where they can) or pointers."""
     monkeypatch.setattr(primitives, "FLOAT32", sizes)
+    monkeypatch.setattr(primitives, "DESCRIPTORS", described)
+    monkeypatch.setattr(backward_pass, "makes_apart", lambda *_: apart)
     forest = deep_forest() if heads[0] < 8 else random_variety(4).forest
     x = random_tensors(forest.tokens, heads, size, 1, torch.float32)
     got, truth = run(x, x, whole(forest)), dense_attention(visible(forest), x)

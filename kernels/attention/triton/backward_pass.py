@@ -14,19 +14,23 @@ from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.attention.triton.primitives import (
     LOG2_E,
+    kernel_sizes,
     load_bits,
     load_keys,
     load_packed,
+    makes_apart,
     next_tile,
     packed_at,
     packed_heads,
     padded,
     precision,
-    sizes_of,
+    row_tiles,
+    sources,
 )
 from cp_engine.kernels.attention.triton.tiles import ENTRY, tile_list
 
 STATISTIC_ROWS = 64
+LISTED_TOKENS = 16  # a listed tile has at least about so many, or the lists grow long
 
 
 @triton.jit(do_not_specialize=["query_rows"])
@@ -66,7 +70,7 @@ def _dq_kernel(
     q, k, v, dout, lse2, delta, dq, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows,
     scale, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     entry = entries + tl.program_id(0) * ENTRY
     start = tl.load(entry) * TOKENS
@@ -75,46 +79,46 @@ def _dq_kernel(
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    queries = load_packed(q + head * D, start, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
-    grads = load_packed(dout + head * D, start, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
+    queries = load_packed(q, start, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, False)
+    grads = load_packed(dout, start, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, False)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
     statistic = (tl.cast(tl.program_id(1), tl.int64) * query_rows + start) * PACK + row
     row_lse2 = tl.load(lse2 + statistic, mask=live, other=0.0)
     row_delta = tl.load(delta + statistic, mask=live, other=0.0)
-    k += kv_head * D
-    v += kv_head * D
     acc = tl.zeros([ROWS, DP], tl.float32)
 
     place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
     for _ in range(0, full):
-        keys = load_keys(k, place, key, col, key_rows, KH * D, D, DP, True)
-        values = load_keys(v, place, key, col, key_rows, KH * D, D, DP, True)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
         acc = _dq_step(acc, queries, grads, keys, values, row_lse2, row_delta, True, scale_log2, False, PRECISION)
-        index, place, left = next_tile(range_lo, range_tiles, index, place, left, KEYS)
+        index, place, left = next_tile(range_lo, range_tiles, index, place, left, KEYS, 1)
 
     for at in range(border, border_end):
         place = tl.load(border_lo + at)
-        keys = load_keys(k, place, key, col, key_rows, KH * D, D, DP, False)
-        values = load_keys(v, place, key, col, key_rows, KH * D, D, DP, False)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
         seen = load_bits(words, at, row // PACK, key, TOKENS, KEYS)
         acc = _dq_step(acc, queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2, True, PRECISION)
 
-    result = packed_at(dq + head * D, start, row, col, PACK, QH * D, D)
+    result = packed_at(dq, start, head, row, col, PACK, QH * D, D)
     tl.store(result, (acc * scale).to(dq.dtype.element_ty), mask=live[:, None] & (col < D)[None, :])
 
 
 @triton.jit
 def _dkdv_step(dk, dv, keys, values, queries, grads, lse2, delta, seen, scale_log2, BORDER: tl.constexpr,
-               PRECISION: tl.constexpr):  # fmt: skip
+               PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):  # fmt: skip
     """Everything transposed: keys down, query rows across."""
     scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
     weights = tl.exp2(scores * scale_log2 - lse2[None, :])
     if BORDER:
         weights = tl.where(seen, weights, 0.0)
-    dv = tl.dot(weights.to(grads.dtype), grads, dv, input_precision=PRECISION)
-    dp = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-    ds = weights * (dp - delta[None, :])
-    dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
+    if DV:
+        dv = tl.dot(weights.to(grads.dtype), grads, dv, input_precision=PRECISION)
+    if DK:
+        dp = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+        ds = weights * (dp - delta[None, :])
+        dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -123,16 +127,18 @@ def _dkdv_kernel(
     q, k, v, dout, lse2, delta, dk, dv, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows,
     scale, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
+    PARTS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
+    """dk, dv or both, as DK and DV say. A listed tile is walked in PARTS tiles of TOKENS tokens."""
     entry = entries + tl.program_id(0) * ENTRY
     start = tl.load(entry) * KEYS
-    first, full = tl.load(entry + 1), tl.load(entry + 2)
-    border, border_end = tl.load(entry + 3), tl.load(entry + 4)
+    first, full = tl.load(entry + 1), tl.load(entry + 2) * PARTS
+    border, border_end = tl.load(entry + 3) * PARTS, tl.load(entry + 4) * PARTS
     kv_head = tl.program_id(1)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    keys = load_keys(k + kv_head * D, start, key, col, key_rows, KH * D, D, DP, False)
-    values = load_keys(v + kv_head * D, start, key, col, key_rows, KH * D, D, DP, False)
+    keys = load_keys(k, start, kv_head, key, col, key_rows, KH * D, D, DP, False, False)
+    values = load_keys(v, start, kv_head, key, col, key_rows, KH * D, D, DP, False, False)
     dk_acc = tl.zeros([KEYS, DP], tl.float32)
     dv_acc = tl.zeros([KEYS, DP], tl.float32)
     # Rows of a tile beyond its last packed token are masked even in full tiles.
@@ -142,38 +148,44 @@ def _dkdv_kernel(
 
     for pack in range(0, PACKS):
         one = kv_head * PACKS + pack
-        head_q, head_grad = q + one * PACK * D, dout + one * PACK * D
+        head = one * PACK
         statistic = tl.cast(one, tl.int64) * query_rows * PACK
         index = first
-        place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
+        place, left = tl.load(range_lo + index), tl.load(range_tiles + index) * PARTS
         for _ in range(0, full):
-            queries = load_packed(head_q, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT)
-            grads = load_packed(head_grad, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT)
+            queries = load_packed(q, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT, DESCRIBED)
+            grads = load_packed(dout, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT, DESCRIBED)
             at_row = statistic + tl.cast(place, tl.int64) * PACK + row
             row_lse2 = tl.load(lse2 + at_row, mask=inside, other=0.0)
             row_delta = tl.load(delta + at_row, mask=inside, other=0.0)
             dk_acc, dv_acc = _dkdv_step(
-                dk_acc, dv_acc, keys, values, queries, grads, row_lse2, row_delta, True, scale_log2, False, PRECISION
-            )
-            index, place, left = next_tile(range_lo, range_tiles, index, place, left, TOKENS)
+                dk_acc, dv_acc, keys, values, queries, grads, row_lse2, row_delta, True, scale_log2, False, PRECISION,
+                DK, DV,
+            )  # fmt: skip
+            index, place, left = next_tile(range_lo, range_tiles, index, place, left, TOKENS, PARTS)
 
         for at in range(border, border_end):
-            place = tl.load(border_lo + at)
-            queries = load_packed(head_q, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
-            grads = load_packed(head_grad, place, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
+            listed = at // PARTS
+            passed = (at % PARTS) * TOKENS
+            place = tl.load(border_lo + listed) + passed
+            queries = load_packed(q, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, DESCRIBED)
+            grads = load_packed(dout, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, DESCRIBED)
             at_row = statistic + tl.cast(place, tl.int64) * PACK + row
             live = inside & (place + row // PACK < query_rows)
             row_lse2 = tl.load(lse2 + at_row, mask=live, other=0.0)
             row_delta = tl.load(delta + at_row, mask=live, other=0.0)
-            seen = inside[None, :] & load_bits(words, at, key, row // PACK, KEYS, TOKENS)
+            seen = inside[None, :] & load_bits(words, listed, key, passed + row // PACK, KEYS, TOKENS * PARTS)
             dk_acc, dv_acc = _dkdv_step(
-                dk_acc, dv_acc, keys, values, queries, grads, row_lse2, row_delta, seen, scale_log2, True, PRECISION
-            )
+                dk_acc, dv_acc, keys, values, queries, grads, row_lse2, row_delta, seen, scale_log2, True, PRECISION,
+                DK, DV,
+            )  # fmt: skip
 
     at = kv_head * D + (tl.cast(start, tl.int64) + key)[:, None] * (KH * D) + col[None, :]
     mask = (start + key < key_rows)[:, None] & (col < D)[None, :]
-    tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
-    tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=mask)
+    if DK:
+        tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
+    if DV:
+        tl.store(dv + at, dv_acc.to(dv.dtype.element_ty), mask=mask)
 
 
 def backward(
@@ -189,6 +201,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`; arguments are contiguous."""
     query_rows, query_heads, size = q.shape
+    key_rows, kv_heads = k.shape[:2]
     dtype = torch.float32 if accumulate else q.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     # Nobody sees the keys from key_end on.
@@ -196,31 +209,34 @@ def backward(
     dv[intervals.key_end :].zero_()
     if not dq.numel():
         return dq, dk.zero_(), dv.zero_()
-    pack = packed_heads(query_heads // k.shape[1])
+    pack = packed_heads(query_heads // kv_heads)
     lse2, delta = (torch.empty_like(lse) for _ in range(2))
     shape = {"QH": query_heads, "D": size, "DP": padded(size), "PACK": pack}
     _statistics_kernel[(triton.cdiv(query_rows, STATISTIC_ROWS), query_heads)](
         out, dout, lse, lse2, delta, query_rows, ROWS=STATISTIC_ROWS, **shape
     )
-    shape |= {"KH": k.shape[1], "PRECISION": precision(q.dtype), "ENTRY": ENTRY}
+    shape |= {"KH": kv_heads, "PRECISION": precision(q.dtype), "ENTRY": ENTRY}
     factors = scale, scale * LOG2_E
 
-    sizes = sizes_of("dq", size, q.dtype, q.device)
-    tokens = sizes.rows // pack
-    tiles = tile_list(intervals, "rows", tokens, sizes.keys)
+    sizes, tiles = row_tiles("dq", q, pack, intervals)
+    (keys, values), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
     _dq_kernel[(tiles.tiles, query_heads // pack)](
-        q, k, v, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo, tiles.words,
-        query_rows, k.shape[0], *factors,
-        TOKENS=tokens, ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
+        q, keys, values, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo,
+        tiles.words, query_rows, key_rows, *factors, DESCRIBED=described, TOKENS=sizes.rows // pack,
+        ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
     )  # fmt: skip
 
-    sizes = sizes_of("dkdv", size, q.dtype, q.device)
-    tokens = sizes.rows // pack
-    tiles = tile_list(intervals, "keys", sizes.keys, tokens)
-    if tiles.tiles:
-        _dkdv_kernel[(tiles.tiles, k.shape[1])](
-            q, k, v, dout, lse2, delta, dk, dv, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo,
-            tiles.words, query_rows, intervals.key_end, *factors,
-            TOKENS=tokens, ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
-        )  # fmt: skip
+    for kernel in ("dk", "dv") if makes_apart(size, q.dtype) else ("dkdv",):
+        sizes = kernel_sizes(kernel, size, q.dtype, q.device)
+        tokens = sizes.rows // pack
+        parts = max(1, LISTED_TOKENS // tokens)
+        tiles = tile_list(intervals, "keys", sizes.keys, tokens * parts)
+        (queries, grads), described = sources([q, dout], [tokens, pack, size])
+        if tiles.tiles:
+            _dkdv_kernel[(tiles.tiles, kv_heads)](
+                queries, k, v, grads, lse2, delta, dk, dv, tiles.entries, tiles.range_lo, tiles.range_tiles,
+                tiles.border_lo, tiles.words, query_rows, intervals.key_end, *factors, DESCRIBED=described,
+                DK="dk" in kernel, DV="dv" in kernel, PARTS=parts, TOKENS=tokens,
+                ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
+            )  # fmt: skip
     return dq, dk, dv

@@ -21,9 +21,10 @@ from cp_engine.kernels.attention.triton.primitives import (
     packed_heads,
     padded,
     precision,
-    sizes_of,
+    row_tiles,
+    sources,
 )
-from cp_engine.kernels.attention.triton.tiles import ENTRY, tile_list
+from cp_engine.kernels.attention.triton.tiles import ENTRY
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def _attend(acc, total, peak, scores, values, scale_log2, BORDER: tl.constexpr, 
 def _forward_kernel(
     q, k, v, out, lse, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     entry = entries + tl.program_id(0) * ENTRY
     start = tl.load(entry) * TOKENS
@@ -54,25 +55,23 @@ def _forward_kernel(
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    queries = load_packed(q + head * D, start, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False)
-    k += kv_head * D
-    v += kv_head * D
+    queries = load_packed(q, start, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, False)
     acc = tl.zeros([ROWS, DP], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
 
     place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
     for _ in range(0, full):
-        keys = load_keys(k, place, key, col, key_rows, KH * D, D, DP, True)
-        values = load_keys(v, place, key, col, key_rows, KH * D, D, DP, True)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         acc, total, peak = _attend(acc, total, peak, scores, values, scale_log2, False, PRECISION)
-        index, place, left = next_tile(range_lo, range_tiles, index, place, left, KEYS)
+        index, place, left = next_tile(range_lo, range_tiles, index, place, left, KEYS, 1)
 
     for at in range(border, border_end):
         place = tl.load(border_lo + at)
-        keys = load_keys(k, place, key, col, key_rows, KH * D, D, DP, False)
-        values = load_keys(v, place, key, col, key_rows, KH * D, D, DP, False)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
         seen = load_bits(words, at, row // PACK, key, TOKENS, KEYS)
         scores = tl.where(seen, tl.dot(queries, tl.trans(keys), input_precision=PRECISION), -float("inf"))
         acc, total, peak = _attend(acc, total, peak, scores, values, scale_log2, True, PRECISION)
@@ -80,7 +79,7 @@ def _forward_kernel(
     token = start + row // PACK
     live = (row // PACK < TOKENS) & (token < query_rows)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    result = packed_at(out + head * D, start, row, col, PACK, QH * D, D)
+    result = packed_at(out, start, head, row, col, PACK, QH * D, D)
     tl.store(result, acc.to(out.dtype.element_ty), mask=live[:, None] & (col < D)[None, :])
     natural = tl.where(
         total == 0.0, -float("inf"), (peak + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453
@@ -93,18 +92,19 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`; arguments are contiguous."""
     query_rows, query_heads, size = q.shape
-    sizes = sizes_of("forward", size, q.dtype, q.device)
-    pack = packed_heads(query_heads // k.shape[1])
-    tokens = sizes.rows // pack
-    tiles = tile_list(intervals, "rows", tokens, sizes.keys)
+    key_rows, kv_heads = k.shape[:2]
+    pack = packed_heads(query_heads // kv_heads)
+    sizes, tiles = row_tiles("forward", q, pack, intervals)
     out = torch.empty(q.shape, dtype=torch.float32 if accumulate else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    (k, v), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
     if out.numel():
         _forward_kernel[(tiles.tiles, query_heads // pack)](
             q, k, v, out, lse, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo, tiles.words,
-            query_rows, k.shape[0], scale * LOG2_E,
-            QH=query_heads, KH=k.shape[1], D=size, DP=padded(size), PACK=pack, TOKENS=tokens,
+            query_rows, key_rows, scale * LOG2_E,
+            QH=query_heads, KH=kv_heads, D=size, DP=padded(size), PACK=pack, TOKENS=sizes.rows // pack,
             ROWS=sizes.rows, KEYS=sizes.keys, PRECISION=precision(q.dtype), ENTRY=ENTRY,
+            DESCRIBED=described,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
     return out, lse

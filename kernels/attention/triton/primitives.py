@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.triton.compiler import tl, triton
+from cp_engine.kernels.attention.triton.tiles import TileList, tile_list
 
 MOST_PACKED = 16
+DESCRIPTORS = True  # off: every kernel loads through pointers
 LOG2_E = 1.4426950408889634  # kernels cannot read it: they repeat it
 
 
@@ -27,31 +30,57 @@ class Sizes:
     stages: int  # depth of the software pipeline
 
 
-# Measured on an H200; see docs/log.md. By kernel, then by padded head size.
+# By kernel, then by padded head size; measured on an H200, see docs/log.md. "dkdv" makes dk and dv in one kernel; at
+# head size 256 two accumulators do not fit into registers: "dk" and "dv" are made apart, scores computed twice.
 SIZES = {
-    "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(128, 64, 8, 2)},
-    "dq": {64: Sizes(128, 64, 8, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(64, 64, 8, 2)},
-    "dkdv": {64: Sizes(64, 128, 8, 3), 128: Sizes(64, 128, 8, 2), 256: Sizes(64, 64, 8, 2)},
+    "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(128, 32, 8, 3)},
+    "dq": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(128, 32, 8, 3)},
+    "dkdv": {64: Sizes(64, 64, 4, 3), 128: Sizes(64, 64, 4, 2)},
+    "dk": {256: Sizes(32, 128, 8, 3)},
+    "dv": {256: Sizes(32, 128, 8, 3)},
 }
+# Where borders are more than `SHORT` of all pairs, a tile of fewer rows wastes less.
+SHORT = 0.2
+SHORT_SIZES = {"forward": {128: Sizes(64, 64, 4, 3)}, "dq": {128: Sizes(64, 64, 4, 2)}}
 # float32 products are exact (no tf32), without matrix units: small tiles, little to pipeline.
 FLOAT32 = Sizes(32, 32, 4, 1)
 
 
-def sizes_of(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Sizes:
-    """Tile sizes of a kernel ("forward", "dq", "dkdv") that fit into the device's shared memory."""
+def kernel_sizes(kernel: str, size: int, dtype: torch.dtype, device: torch.device, short: bool = False) -> Sizes:
+    """Tile sizes of a kernel (a key of `SIZES`) that fit into the device's shared memory.
+
+    Args:
+        short: for packs of short segments.
+    """
     if dtype == torch.float32:
         return FLOAT32
-    chosen = SIZES[kernel][max(64, padded(size))]
+    column = max(64, padded(size))
+    chosen = (short and SHORT_SIZES.get(kernel, {}).get(column)) or SIZES[kernel][column]
     if device.type != "cuda":
         return chosen
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    owned, walked = (chosen.keys, chosen.rows) if kernel == "dkdv" else (chosen.rows, chosen.keys)
+    owned, walked = (chosen.keys, chosen.rows) if kernel in ("dkdv", "dk", "dv") else (chosen.rows, chosen.keys)
     tiles = 2 * padded(size) * dtype.itemsize  # bytes of a row in a pair of tiles: k and v, or q and dout
     while tiles * (owned + chosen.stages * walked) > room and chosen.stages > 1:
         chosen = replace(chosen, stages=chosen.stages - 1)
     if tiles * (owned + walked) > room:
         return Sizes(32, 32, 4, 1)
     return chosen
+
+
+def row_tiles(kernel: str, q: torch.Tensor, pack: int, intervals: Intervals) -> tuple[Sizes, TileList]:
+    """Sizes and tile list of a kernel that owns query rows."""
+    for short in (False, True):
+        sizes = kernel_sizes(kernel, q.shape[2], q.dtype, q.device, short)
+        tiles = tile_list(intervals, "rows", sizes.rows // pack, sizes.keys)
+        if tiles.border_pairs <= SHORT * (tiles.full_pairs + tiles.border_pairs):
+            break
+    return sizes, tiles
+
+
+def makes_apart(size: int, dtype: torch.dtype) -> bool:
+    """Whether dk and dv are made by two launches."""
+    return dtype != torch.float32 and padded(size) in SIZES["dk"]
 
 
 def padded(size: int) -> int:
@@ -64,55 +93,86 @@ def packed_heads(share: int) -> int:
     return max(heads for heads in range(1, MOST_PACKED + 1) if share % heads == 0)
 
 
+def sources(tensors: list[torch.Tensor], tile: list[int]) -> tuple[list, bool]:
+    """What a kernel loads tiles of these tensors from: descriptors (bulk copies, from Hopper on) or themselves.
+
+    Args:
+        tensors: contiguous, of one shape; as many axes as ``tile``.
+        tile: extent of a tile along each axis.
+
+    Returns:
+        The arguments in the tensors' place, and whether they are descriptors.
+    """
+    x = tensors[0]
+    exact = all(length == triton.next_power_of_2(length) <= 256 for length in tile)
+    aligned = all(part.data_ptr() % 16 == 0 for part in tensors) and x.shape[-1] * x.element_size() % 16 == 0
+    able = x.device.type != "cuda" or (torch.cuda.get_device_capability(x.device)[0] >= 9 and x.dtype != torch.float32)
+    if not (DESCRIPTORS and able and exact and aligned and x.numel()):
+        return tensors, False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return [TensorDescriptor.from_tensor(part, tile) for part in tensors], True
+
+
 def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit
 def load_keys(
-    base, start, rows, cols, limit, STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, FULL: tl.constexpr
-):
+    source, start, head, rows, cols, limit,
+    STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, FULL: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
     """Rows start + rows of one kv head as [len(rows), DP]; zero beyond ``limit`` and beyond D."""
-    # Offsets inside a tile fit into 32 bits, its start may not.
-    at = base + tl.cast(start, tl.int64) * STRIDE + rows[:, None] * STRIDE + cols[None, :]
-    if FULL and D == DP:
-        return tl.load(at)
-    if FULL:
-        return tl.load(at, mask=(cols < D)[None, :], other=0.0)
-    return tl.load(at, mask=(start + rows < limit)[:, None] & (cols < D)[None, :], other=0.0)
+    if DESCRIBED:
+        tile = source.load([start, head * D])
+    else:
+        # Offsets inside a tile fit into 32 bits, its start may not.
+        at = source + tl.cast(start, tl.int64) * STRIDE + head * D + rows[:, None] * STRIDE + cols[None, :]
+        if FULL and D == DP:
+            tile = tl.load(at)
+        elif FULL:
+            tile = tl.load(at, mask=(cols < D)[None, :], other=0.0)
+        else:
+            tile = tl.load(at, mask=(start + rows < limit)[:, None] & (cols < D)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
-def packed_at(base, start, row, cols, PACK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr):
-    """Addresses [len(row), DP] of a pack's rows; ``base`` is token 0 of the pack's first head."""
+def packed_at(base, start, head, row, cols, PACK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr):
+    """Addresses [len(row), DP] of the packed rows from token ``start`` on; ``head``: the pack's first."""
     inside = (row // PACK) * STRIDE + (row % PACK) * D
-    return base + tl.cast(start, tl.int64) * STRIDE + inside[:, None] + cols[None, :]
+    return base + tl.cast(start, tl.int64) * STRIDE + head * D + inside[:, None] + cols[None, :]
 
 
 @triton.jit
 def load_packed(
-    base, start, row, cols, limit, PACK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TOKENS: tl.constexpr, FULL: tl.constexpr,
+    source, start, head, row, cols, limit, PACK: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TOKENS: tl.constexpr, FULL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Packed query rows from token ``start`` on as [len(row), DP]; zero where there is none."""
-    at = packed_at(base, start, row, cols, PACK, STRIDE, D)
-    if FULL and D == DP:
-        return tl.load(at)
-    if FULL:
-        return tl.load(at, mask=(cols < D)[None, :], other=0.0)
-    token = row // PACK
-    live = (token < TOKENS) & (start + token < limit)
-    return tl.load(at, mask=live[:, None] & (cols < D)[None, :], other=0.0)
+    if DESCRIBED:
+        tile = tl.reshape(source.load([start, head, 0]), [TOKENS * PACK, DP])
+    else:
+        at = packed_at(source, start, head, row, cols, PACK, STRIDE, D)
+        if FULL and D == DP:
+            tile = tl.load(at)
+        elif FULL:
+            tile = tl.load(at, mask=(cols < D)[None, :], other=0.0)
+        else:
+            live = (row // PACK < TOKENS) & (start + row // PACK < limit)
+            tile = tl.load(at, mask=live[:, None] & (cols < D)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
-def next_tile(range_lo, range_tiles, index, place, left, STEP: tl.constexpr):
-    """The next full tile: (range, its first walked row, tiles left in the range)."""
+def next_tile(range_lo, range_tiles, index, place, left, STEP: tl.constexpr, PARTS: tl.constexpr):
+    """The next full tile: (range, its first walked row, tiles left in the range); a listed tile is PARTS of these."""
     left -= 1
     ended = left == 0
     index += tl.cast(ended, tl.int32)
     place = tl.where(ended, tl.load(range_lo + index, mask=ended, other=0), place + STEP)
-    left = tl.where(ended, tl.load(range_tiles + index, mask=ended, other=0), left)
+    left = tl.where(ended, tl.load(range_tiles + index, mask=ended, other=0) * PARTS, left)
     return index, place, left
 
 
@@ -122,7 +182,10 @@ def load_bits(words, border, owned, walked, OWNED: tl.constexpr, WALKED: tl.cons
     PER_ROW: tl.constexpr = (WALKED + 63) // 64
     at = words + tl.cast(border, tl.int64) * (PER_ROW * OWNED) + owned
     live = owned < OWNED
-    bits = tl.load(at, mask=live, other=0)[:, None] >> (walked % 64)[None, :]
+    word = tl.load(at, mask=live, other=0)
+    if WALKED <= 32:
+        word = tl.cast(word, tl.int32)
+    bits = word[:, None] >> (walked % 64)[None, :]
     if PER_ROW == 2:
         more = tl.load(at + OWNED, mask=live, other=0)[:, None] >> (walked % 64)[None, :]
         bits = tl.where((walked < 64)[None, :], bits, more)

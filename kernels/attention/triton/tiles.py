@@ -36,7 +36,7 @@ class TileList:
     range_lo: torch.Tensor  # int32 [R + 1] first walked row of a range of full tiles; the last one is never used
     range_tiles: torch.Tensor  # int32 [R + 1]
     border_lo: torch.Tensor  # int32 [B + 1] first walked row of a border tile; the last one is never used
-    words: torch.Tensor  # int64 [B, W, O] bit j of word w: the owned row sees walked row border_lo + w * WORD + j
+    words: torch.Tensor  # int8 to int64 [B, W, O] bit j of word w: the row sees walked row border_lo + w * WORD + j
     full_pairs: int  # pairs computed in full tiles
     border_pairs: int  # pairs computed in border tiles, hidden ones included
 
@@ -102,7 +102,7 @@ def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) ->
         range_lo=put(np.append(full_lo % pitch, 0)),
         range_tiles=put(np.append(full_tiles, 0)),
         border_lo=put(np.append(border % pitch, 0)),
-        words=put(words.view(np.int64), np.int64),
+        words=put(words, words.dtype),
         full_pairs=int(full.sum()) * owned * walked,
         border_pairs=len(border) * owned * walked,
     )
@@ -238,7 +238,15 @@ def _words(pieces: _Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, re
         wanted = np.zeros(len(border), np.uint64)
         np.add.at(wanted, at_part, _bits(part_lo - word * WORD, part_hi - word * WORD))
         words[:, word] &= wanted[:, None]
-    return words
+    return _narrow(words, walked)
+
+
+def _narrow(words: np.ndarray, walked: int) -> np.ndarray:
+    """Words of the smallest signed type that has a bit for every walked row."""
+    for bits in (8, 16, 32):
+        if walked <= bits:
+            return words.astype(f"uint{bits}").view(f"int{bits}")
+    return words.view(np.int64)
 
 
 def _bits(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
