@@ -24,16 +24,17 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def stamp(*packages: str, card: str | None = None) -> dict:
+def stamp(*packages: str, card: str | None = None, commit: str | None = None) -> dict:
     """What every record carries: commit, versions, card, command, date.
 
     Args:
         packages: distributions whose versions matter.
         card: the accelerator's name; None for the processor's.
+        commit: what to record where this is a copy without history; None asks git.
     """
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
     return {
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "versions": versions,
         "card": card or cpu_name(),
         "command": " ".join(["python", "-m", *_module(), *sys.argv[1:]]),

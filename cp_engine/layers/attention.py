@@ -52,7 +52,7 @@ def tree_attention(
     tables: AttentionTables,
     group: dist.ProcessGroup | None,
     scale: float,
-    backend: str = "reference",
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Attention of every local row over all tokens on its root path, wherever they live. Differentiable.
 
@@ -64,7 +64,7 @@ def tree_attention(
         k, v: [n, Hk, D].
         group: the context-parallel process group; None on a single rank.
         scale: factor on ``q . k``.
-        backend: attention kernel.
+        backend: attention kernel; `auto` picks by device, dtype and shape.
 
     Returns:
         [n, Hq, D] in q's dtype.

@@ -18,6 +18,7 @@ from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.reference import accumulation_dtype
 
 BACKENDS = {
+    "auto": "cp_engine.kernels.attention.auto",
     "reference": "cp_engine.kernels.attention.reference",
     "triton": "cp_engine.kernels.attention.triton",
     "cudnn": "cp_engine.kernels.attention.cudnn",
