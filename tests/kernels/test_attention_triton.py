@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from cp_engine.kernels.attention import Intervals, attention, attention_backward
+from cp_engine.kernels.attention import Intervals, attention, attention_backward, auto, cudnn
 from cp_engine.sharding.forest import build_forest
 from cp_engine.sharding.intervals import visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
+from tests.forests import random_rows, random_variety
 from tests.kernels.attention_oracle import Tensors, dense_attention, random_tensors, visible
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,28 @@ def test_refusals_name_the_remedy():
     with pytest.raises(ValueError, match="attention backend cudnn needs a GPU; q is on cpu"):
         half = rows.bfloat16()
         attention(half, half, half, intervals, scale=1.0, backend="cudnn")
+
+
+def test_auto_is_the_reference_on_a_cpu():
+    forest = random_variety(4).forest
+    arrays = visible_intervals(forest, contiguous_layout(forest, 1), 0)
+    intervals = Intervals.from_arrays(arrays)
+    x = random_tensors(forest.tokens, (4, 2), 16, 0, torch.bfloat16)
+    picked = attention(x.q, x.k, x.v, intervals, scale=x.scale, backend="auto")
+    for mine, its in zip(picked, attention(x.q, x.k, x.v, intervals, scale=x.scale), strict=True):
+        assert torch.equal(mine, its)
+    assert auto.mean_keys(intervals) * arrays.rows == pytest.approx(arrays.pairs())
+
+
+def test_ends_of_cudnn_are_the_intervals_of_each_row():
+    for seed in range(6):
+        forest = random_variety(seed).forest
+        arrays = visible_intervals(forest, contiguous_layout(forest, 1), 0)
+        ends = cudnn.interval_ends(Intervals.from_arrays(arrays)).numpy()
+        assert (ends[0] == 0).all() and (np.diff(ends[1:], axis=0) >= 0).all()
+        for row in range(arrays.rows):
+            pairs = ends[1:, row].reshape(-1, 2).tolist()
+            assert [(lo, hi) for lo, hi in pairs if lo < hi] == sorted(arrays.of_row(row)), (seed, row)
 
 
 def deep_forest(seed: int):
@@ -94,6 +117,25 @@ def test_bf16_errs_no_more_than_the_flat_rows_rounding(backend, heads, size):
         assert (errors <= 1.5 * allowed.maximum(allowed.quantile(0.99))).all(), name
         assert errors.max() <= 1.25 * allowed.max(), name
     assert (got["lse"].double() - truth["lse"]).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_new_forests_compile_nothing():
+    """Two forests, with long segments and with short ones, warm up; 20 more of other sizes compile nothing."""
+    from cp_engine.kernels.attention.triton import backward_pass, forward_pass
+
+    kernels = forward_pass._forward_kernel, backward_pass._statistics_kernel
+    kernels += backward_pass._dq_kernel, backward_pass._dkdv_kernel
+    counts = []
+    for seed in range(22):
+        forest = deep_forest(0) if seed == 0 else random_rows(seed, rows=10 + 3 * seed, longest=30).forest
+        x = random_tensors(forest.tokens, (8, 2), 128, seed, torch.bfloat16)
+        x = Tensors(*(part.cuda() for part in (x.q, x.k, x.v, x.dout)))
+        intervals = Intervals.from_arrays(visible_intervals(forest, contiguous_layout(forest, 1), 0), "cuda")
+        run_on_gpu(x, intervals, "triton")
+        counts.append(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()))
+    assert counts[-1] == counts[1] > 0
 
 
 def bf16_attention(mask: torch.Tensor, x: Tensors) -> dict[str, torch.Tensor]:
