@@ -121,15 +121,15 @@ class Flat:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.token = torch.as_tensor(problem.forest.flat_to_tree(), device="cuda")
-        self.lengths = torch.as_tensor(problem.forest.rollout_length, device="cuda")
+        self.token = torch.as_tensor(problem.forest.flat_to_tree(), device=problem.q.device)
+        self.lengths = torch.as_tensor(problem.forest.rollout_length, device=problem.q.device)
         self.longest = int(self.lengths.max())
         self.starts = F.pad(self.lengths.cumsum(0), (1, 0)).int()
 
     def first_copies(self) -> torch.Tensor:
         """bool [N]."""
-        copies = torch.arange(len(self.token), device="cuda")
-        first = torch.full((self.problem.forest.tokens,), len(copies), device="cuda")
+        copies = torch.arange(len(self.token), device=self.token.device)
+        first = torch.full((self.problem.forest.tokens,), len(copies), device=self.token.device)
         first.scatter_reduce_(0, self.token, copies, "amin")
         return first[self.token] == copies
 
@@ -142,7 +142,7 @@ class Flat:
         found = {"out": torch.empty_like(p.q)}
         found["out"][self.token] = self.flat(self.out.detach())
         for name, grad, like in zip(NAMES[1:], self.grads, (p.q, p.k, p.v), strict=True):
-            summed = torch.zeros(like.shape, dtype=torch.float32, device="cuda")
+            summed = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
             flat = self.flat(grad).unflatten(1, (like.shape[1], -1)).sum(2, dtype=torch.float32)
             found[name] = summed.index_add_(0, self.token, flat)
         return found
@@ -205,7 +205,7 @@ class FlatCudnn(ByAutograd, Flat):
 
     def __init__(self, problem: Problem):
         Flat.__init__(self, problem)
-        self.live = torch.arange(self.longest, device="cuda") < self.lengths[:, None]
+        self.live = torch.arange(self.longest, device=problem.q.device) < self.lengths[:, None]
         self.q, self.k, self.v = (self.rows(x[self.token]).requires_grad_() for x in (problem.q, problem.k, problem.v))
         self.grad_out = self.rows(problem.dout[self.token])
 
