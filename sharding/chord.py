@@ -9,7 +9,7 @@ Shapes: T tokens, P ranks, m pieces of a circle of N tokens, U candidate arcs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,17 @@ def layout_of(parts: list[Pieces], tokens: int) -> Layout:
     return layout_from_cuts(np.append(start[order], tokens), rank[order], len(parts))
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where some points of a circle lie: int64 [U] each."""
+
+    turn: np.ndarray  # whole turns before the point
+    piece: np.ndarray
+    at_start: np.ndarray  # bool: the point is the first of its piece
+    token: np.ndarray
+    segment: np.ndarray
+
+
 class Circle:
     """The circle of some pieces; points are token counts along it, up to two turns."""
 
@@ -55,11 +66,8 @@ class Circle:
         length = pieces.end - pieces.start
         self.offset = np.cumsum(length) - length
         self.tokens = int(length.sum())
-        above = survey.pairs_before(pieces.start)
-        pairs = survey.pairs_before(pieces.end) - above
-        self.pairs = int(pairs.sum())
-        self.pairs_shift = np.cumsum(pairs) - pairs - above
-        self.depth_sum = np.concatenate([[0], np.cumsum(survey.depth_of(pieces.start))])
+        self._ends = tuple((token, survey.segment(token)) for token in (pieces.start, pieces.end))
+        self.depth_sum = np.concatenate([[0], np.cumsum(survey.depth_of(*self._ends[0]))])
 
     def breaks(self) -> np.ndarray:
         """Ascending points at which a piece or a segment begins."""
@@ -69,49 +77,38 @@ class Circle:
         shift = np.repeat(self.offset - self.pieces.start, count)
         return np.sort(np.concatenate([self.offset, start[expand_ranges(low, count)] + shift]), kind="stable")
 
-    def _piece(self, point: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.offset, point, side="right") - 1
+    def place(self, point: np.ndarray) -> Place:
+        turn, point = np.divmod(point, self.tokens)
+        piece = np.searchsorted(self.offset, point, side="right") - 1
+        into = point - self.offset[piece]
+        token = self.pieces.start[piece] + into
+        return Place(turn, piece, into == 0, token, self.survey.segment(token))
 
-    def token(self, point: np.ndarray) -> np.ndarray:
-        point = point % self.tokens
-        piece = self._piece(point)
-        return self.pieces.start[piece] + point - self.offset[piece]
-
-    def pairs_below(self, point: np.ndarray) -> np.ndarray:
-        """Pairs of the tokens before each point, whole turns included."""
-        turn, point = point // self.tokens, point % self.tokens
-        piece = self._piece(point)
-        token = self.pieces.start[piece] + point - self.offset[piece]
-        return turn * self.pairs + self.pairs_shift[piece] + self.survey.pairs_before(token)
-
-    def share(self, before, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, int]:
+    def held(self, before, low: Place, high: Place) -> tuple[np.ndarray, int]:
         """What each arc [low, high), at most one turn long, holds of a measure, and what all pieces hold.
 
         Args:
-            before: the measure of all tokens before each token, as the survey's ``tiles_before``.
+            before: the measure of all tokens before each token, given with its segment, as ``survey.pairs_before``.
         """
-        at_start = before(self.pieces.start)
-        held = before(self.pieces.end) - at_start
-        total = int(held.sum())
-        shift = np.cumsum(held) - held - at_start
+        at_start, at_end = (before(token, segment) for token, segment in self._ends)
+        sums = np.cumsum(at_end - at_start)
+        total = int(sums[-1])
+        shift = sums - at_end
 
-        def below(point):
-            turn, point = point // self.tokens, point % self.tokens
-            piece = self._piece(point)
-            return turn * total + shift[piece] + before(self.pieces.start[piece] + point - self.offset[piece])
+        def below(place: Place) -> np.ndarray:
+            return place.turn * total + shift[place.piece] + before(place.token, place.segment)
 
         return below(high) - below(low), total
 
-    def starts(self, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def starts(self, low: Place, high: Place) -> tuple[np.ndarray, np.ndarray]:
         """Pieces of each arc [low, high), and the summed depth of their first tokens."""
-        pieces = len(self.offset)
 
-        def until(point):
-            turn, at = point // self.tokens, self._piece(point % self.tokens) + 1
-            return turn * pieces + at, turn * self.depth_sum[-1] + self.depth_sum[at]
+        def until(place: Place, piece: np.ndarray):
+            return place.turn * len(self.offset) + piece, place.turn * self.depth_sum[-1] + self.depth_sum[piece]
 
-        (count_low, depth_low), (count_high, depth_high) = until(low), until(high - 1)
-        return 1 + count_high - count_low, self.survey.depth_of(self.token(low)) + depth_high - depth_low
+        count_low, depth_low = until(low, low.piece + 1)
+        count_high, depth_high = until(high, high.piece + 1 - high.at_start)
+        return 1 + count_high - count_low, self.survey.depth_of(low.token, low.segment) + depth_high - depth_low
 
     def arcs(self, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ranges of the arcs [low, high), each at most one turn long, as (index of the arc, start, end)."""
@@ -123,10 +120,13 @@ class Circle:
         start = self.pieces.start[place % len(length)]
         return arc, start + begin[arc, place], start + stop[arc, place]
 
-    def cut(self, low: int, high: int) -> Pieces:
-        """The pieces of the arc [low, high)."""
-        _, start, end = self.arcs(np.array([low]), np.array([high]))
-        return Pieces(*union(start, end))
+    def cuts(self, low: np.ndarray, high: np.ndarray) -> list[Pieces]:
+        """The pieces of each of some arcs [low, high), at most one turn long."""
+        arc, start, end = self.arcs(low, high)
+        order = np.lexsort((start, arc))
+        start, end = start[order], end[order]
+        bounds = np.searchsorted(arc, np.arange(len(low) + 1)).tolist()
+        return [Pieces(start[a:b], end[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def split(
@@ -137,6 +137,7 @@ def split(
     prices: SplitPrices,
     cap: int | None = None,
     best: int = 1,
+    most_pieces: int | None = None,
 ) -> list[tuple[Pieces, Pieces]]:
     """The best ways to give ``tokens`` of some pieces to a first group of ranks and the rest to a second one.
 
@@ -144,15 +145,17 @@ def split(
         ranks: ranks of the two groups; pairs are shared in this proportion.
         cap: most pairs a rank may hold. None: shares as equal as integers allow, which always exists.
         best: how many splits to return, best first; fewer where there are fewer.
+        most_pieces: pieces that both sides together may have; None for any number.
     """
     none = Pieces(np.empty(0, np.int64), np.empty(0, np.int64))
     if tokens in (0, pieces.tokens):
         return [(none, pieces) if tokens == 0 else (pieces, none)]
     circle = Circle(survey, pieces)
     point = _candidates(circle, tokens, ranks, cap)
-    chosen = _score(circle, point, tokens, ranks, prices)[:best]
-    end = circle.tokens
-    return [(circle.cut(u, u + tokens), circle.cut(u + tokens, u + end)) for u in point[chosen].tolist()]
+    chosen = _score(circle, point, tokens, ranks, prices, most_pieces)[:best]
+    begin, middle = point[chosen], point[chosen] + tokens
+    sides = circle.cuts(np.concatenate([begin, middle]), np.concatenate([middle, begin + circle.tokens]))
+    return list(zip(sides[: len(begin)], sides[len(begin) :], strict=True))
 
 
 def _candidates(circle: Circle, tokens: int, ranks: tuple[int, int], cap: int | None):
@@ -160,34 +163,30 @@ def _candidates(circle: Circle, tokens: int, ranks: tuple[int, int], cap: int | 
 
     Both ends of an arc move with slope 1 in depth, so between neighbouring breaks of either end its pairs are linear.
     """
-
-    def arc_pairs(point):
-        return circle.pairs_below(point + tokens) - circle.pairs_below(point)
-
-    (first, second), total = ranks, circle.pairs
+    first, second = ranks
     breaks = circle.breaks()
     at = _distinct(np.concatenate([breaks, (breaks - tokens) % circle.tokens]))
-    pairs = arc_pairs(at)
-    gap = np.diff(np.append(at, circle.tokens))
-    slope = (np.append(pairs[1:], pairs[:1]) - pairs) // gap
+    pairs, total = circle.held(circle.survey.pairs_before, circle.place(at), circle.place(at + tokens))
+    line = _Line(at, pairs, circle.tokens)
     # Scaled by the ranks, the exact share is an integer. Of the two points at a root the nearer one counts.
     scale = first + second
-    below, above = _crossings(at, scale * pairs, scale * slope, gap, total * first)
-    away = [np.abs(scale * arc_pairs(point) - total * first) for point in (below, above)]
-    exact = np.where(away[0] <= away[1], below, above) % circle.tokens
+    share = total * first
+    (below, pairs_below), (above, pairs_above) = line.crossings(share, scale)
+    nearer = np.abs(scale * pairs_below - share) <= np.abs(scale * pairs_above - share)
+    exact, pairs_exact = np.where(nearer, below, above), np.where(nearer, pairs_below, pairs_above)
     if not len(exact):  # tokens so few that their share is far from the ranks' share
-        exact = at[[np.argmin(np.abs(scale * pairs - total * first))]]
+        nearest = [np.argmin(np.abs(scale * pairs - share))]
+        exact, pairs_exact = at[nearest], pairs[nearest]
     if cap is not None:
         low, high = total - second * cap, first * cap
-        bounds = [c for bound in (low, high) for c in _crossings(at, pairs, slope, gap, bound)]
-        level = at[(pairs >= low) & (pairs <= high)]
-        edges = _distinct(np.concatenate([exact, *bounds]) % circle.tokens)
-        held = arc_pairs(edges)
+        ends = [end for bound in (low, high) for end in line.crossings(bound)]
+        edges, held = (np.concatenate(part) for part in zip((exact, pairs_exact), *ends, strict=True))
         edges = edges[(held >= low) & (held <= high)]
-        point = _distinct(np.concatenate([_shallow(circle, level, tokens), edges]))
+        level = at[(pairs >= low) & (pairs <= high)]
+        point = np.concatenate([_shallow(circle, level, tokens), edges % circle.tokens])
         if len(point):
-            return point
-    return _distinct(exact)
+            return _distinct(point)
+    return _distinct(exact % circle.tokens)
 
 
 def _distinct(point: np.ndarray) -> np.ndarray:
@@ -200,40 +199,53 @@ def _shallow(circle: Circle, point: np.ndarray, tokens: int) -> np.ndarray:
     """Those of many arcs whose two cuts have the fewest tokens above them, and as many at equal steps."""
     if len(point) <= 2 * ROUGHLY_SCORED:
         return point
-    depth_of = circle.survey.depth_of
-    depth = depth_of(circle.token(point)) + depth_of(circle.token(point + tokens))
+    cuts = circle.place(point), circle.place(point + tokens)
+    depth = sum(circle.survey.depth_of(place.token, place.segment) for place in cuts)
     keep = depth < np.partition(depth, ROUGHLY_SCORED)[ROUGHLY_SCORED]
     keep[:: len(point) // ROUGHLY_SCORED] = True
     return point[keep]
 
 
-def _crossings(at, value, slope, gap, target: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points just before and just after the piecewise linear ``value`` crosses ``target``."""
-    after = value + slope * gap
-    crosses = np.flatnonzero((np.minimum(value, after) <= target) & (np.maximum(value, after) >= target))
-    steep = slope[crosses]
-    step = np.where(steep == 0, 0, (target - value[crosses]) // np.where(steep == 0, 1, steep))
-    return at[crosses] + step, at[crosses] + np.minimum(step + 1, gap[crosses])
+class _Line:
+    """A closed piecewise linear function of the points of a circle, with integer slopes."""
+
+    def __init__(self, at: np.ndarray, value: np.ndarray, tokens: int):
+        self.at, self.value = at, value
+        self.gap = np.diff(at, append=tokens)
+        after = np.append(value[1:], value[:1])
+        self.slope = (after - value) // self.gap
+        self.least, self.most = np.minimum(value, after), np.maximum(value, after)
+
+    def crossings(self, target: int, scale: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Points just before and just after ``scale`` x the function crosses ``target``, each with its value there."""
+        crosses = np.flatnonzero((scale * self.least <= target) & (scale * self.most >= target))
+        at, value, slope, gap = (part[crosses] for part in (self.at, self.value, self.slope, self.gap))
+        steep = scale * slope
+        step = np.where(steep == 0, 0, (target - scale * value) // np.where(steep == 0, 1, steep))
+        after = np.minimum(step + 1, gap)
+        return [(at + step, value + slope * step), (at + after, value + slope * after)]
 
 
-def _score(circle: Circle, point, tokens: int, ranks: tuple[int, int], prices: SplitPrices) -> np.ndarray:
-    """Indices of the most promising arcs, best first; ties go to the smaller start."""
+def _score(circle: Circle, point, tokens: int, ranks: tuple[int, int], prices: SplitPrices, most_pieces: int | None):
+    """int64: indices of the most promising arcs, best first; ties go to the smaller start."""
     first, second = ranks
-    middle, end = point + tokens, point + circle.tokens
+    begin, middle = circle.place(point), circle.place(point + tokens)
+    end = replace(begin, turn=begin.turn + 1)
     slower = np.zeros(len(point), np.int64)
     for before, price in ((circle.survey.tiles_before, prices.tile), (circle.survey.chunks_before, prices.chunk)):
         if price:
-            held, total = circle.share(before, point, middle)
+            held, total = circle.held(before, begin, middle)
             slower += np.maximum(held // first, (total - held) // second) * price // 1000
-    (count_a, rows_a), (count_b, rows_b) = circle.starts(point, middle), circle.starts(middle, end)
+    (count_a, rows_a), (count_b, rows_b) = circle.starts(begin, middle), circle.starts(middle, end)
     fixed = slower + np.maximum(count_a, count_b) * prices.piece
     rough = fixed + _row_price(rows_a, rows_b, prices)
-    if len(point) > EXACTLY_SCORED:
-        worst = np.partition(rough, EXACTLY_SCORED - 1)[EXACTLY_SCORED - 1]
-        near = np.flatnonzero(rough <= worst)
+    near = np.arange(len(point))
+    if most_pieces is not None:
+        near = near[count_a + count_b <= most_pieces]
+    if len(near) > EXACTLY_SCORED:
+        worst = np.partition(rough[near], EXACTLY_SCORED - 1)[EXACTLY_SCORED - 1]
+        near = near[rough[near] <= worst]
         near = near[np.argsort(rough[near], kind="stable")][:EXACTLY_SCORED]
-    else:
-        near = np.arange(len(point))
     rows = _remote_rows(circle, point[near], tokens)
     exact = fixed[near] + _row_price(rows[0::2], rows[1::2], prices)
     return near[np.lexsort((point[near], exact))]

@@ -81,32 +81,34 @@ class Survey:
         _, count = _tiles(self, whole, *_key_sets(self, whole))
         return np.concatenate([[0], np.cumsum(count)])
 
-    def tiles_before(self, token: np.ndarray) -> np.ndarray:
-        """Estimated tiles of all tokens before each one; tokens may be T."""
-        tile = token // TILE
-        above = self.tiles_above
-        step = above[np.minimum(tile + 1, len(above) - 1)] - above[tile]
-        return above[tile] + (token - TILE * tile) * step // TILE
-
-    def chunks_before(self, token: np.ndarray) -> np.ndarray:
-        """Recurrent chunks of all tokens before each one, were the forest cut there; tokens may be T."""
-        segment = self.segment(token)
-        return self.chunks_above[segment] - (self.start[segment] - token) // CHUNK
-
     def segment(self, token: np.ndarray) -> np.ndarray:
         """Segment of each token; the last segment for T."""
         found = np.searchsorted(self.start, token, side="right") - 1
         return np.minimum(found, self.forest.segments - 1)
 
-    def pairs_before(self, token: np.ndarray) -> np.ndarray:
-        """Visible pairs of all tokens before each one; tokens may be T."""
-        segment = self.segment(token)
+    # The measures of all tokens before each one; tokens may be T. Their segments are looked up where not given.
+
+    def tiles_before(self, token: np.ndarray, segment: np.ndarray | None = None) -> np.ndarray:
+        """Estimated attention tiles."""
+        tile = token // TILE
+        above = self.tiles_above
+        step = above[np.minimum(tile + 1, len(above) - 1)] - above[tile]
+        return above[tile] + (token - TILE * tile) * step // TILE
+
+    def chunks_before(self, token: np.ndarray, segment: np.ndarray | None = None) -> np.ndarray:
+        """Recurrent chunks, were the forest cut there."""
+        segment = self.segment(token) if segment is None else segment
+        return self.chunks_above[segment] - (self.start[segment] - token) // CHUNK
+
+    def pairs_before(self, token: np.ndarray, segment: np.ndarray | None = None) -> np.ndarray:
+        """Visible pairs."""
+        segment = self.segment(token) if segment is None else segment
         m = token - self.start[segment]
         return self.pairs_above[segment] + m * self.depth[segment] + m * (m + 1) // 2
 
-    def depth_of(self, token: np.ndarray) -> np.ndarray:
+    def depth_of(self, token: np.ndarray, segment: np.ndarray | None = None) -> np.ndarray:
         """Tokens above each token."""
-        segment = self.segment(token)
+        segment = self.segment(token) if segment is None else segment
         return self.depth[segment] + token - self.start[segment]
 
     def visible(self, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The same forest with its trees, or the non-first children of a segment, in another order."""
+"""The same forest in another of its depth-first orders."""
 
 from __future__ import annotations
 
@@ -26,28 +26,3 @@ def reorder_segments(forest: Forest, old: np.ndarray) -> Forest:
         subtree_end=start[:-1] + below,
         end_segment=new[forest.end_segment],
     )
-
-
-def reorder_roots(forest: Forest, order: np.ndarray) -> Forest:
-    """The forest with its trees in another order: tree ``order[i]`` (counted in the present order) comes i-th."""
-    root = np.flatnonzero(forest.parent < 0)
-    count = np.diff(np.append(root, forest.segments))
-    return reorder_segments(forest, expand_ranges(root[order], count[order]))
-
-
-def canonical_root_order(forest: Forest) -> np.ndarray:
-    """int64 [roots]: trees with most tokens first, ties by their token ids and shape.
-
-    The order does not depend on the order in which rollouts were given: trees that stay tied are equal.
-    """
-    root = np.flatnonzero(forest.parent < 0)
-    bounds = np.append(root, forest.segments).tolist()
-    start = forest.segment_start.tolist()
-    token, parent, depth = (np.ascontiguousarray(a) for a in (forest.token, forest.parent, forest.depth))
-
-    def key(tree: int):
-        low, high = bounds[tree], bounds[tree + 1]
-        shape = (parent[low + 1 : high] - low).tobytes(), depth[low:high].tobytes()
-        return start[low] - start[high], token[start[low] : start[high]].tobytes(), *shape
-
-    return np.asarray(sorted(range(len(root)), key=key), np.int64)

@@ -1,7 +1,9 @@
 """The balanced layout: the chord as the guaranteed base, better layouts by predicted time on top.
 
 `balanced_layout` may return the forest with its trees, or the non-first children of a segment, in another order; that
-order is free. The result depends on the set of rollouts alone, not on the order in which they were given.
+order is free. The chord and the layouts of other engines are candidates on the forest as it stands, so none of them
+is faster where it holds the limits. `pack_rollouts` orders trees by their tokens, so the result depends on the set of
+rollouts alone, not on the order in which they were given.
 
 Shapes: T tokens, S segments, P ranks.
 """
@@ -9,6 +11,7 @@ Shapes: T tokens, S segments, P ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -23,11 +26,11 @@ from cp_engine.sharding.chord import (
     whole_axis,
 )
 from cp_engine.sharding.cost import H200, Costs, ModelShape, SplitPrices, StepTime, rank_time, split_prices, step_time
-from cp_engine.sharding.deal import dealt_orders, free_units, reorder_units, snapped_layout
+from cp_engine.sharding.deal import Units, dealt_orders, free_units, reorder_units, snapped_layout
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Figures, Survey, measure
-from cp_engine.sharding.reorder import canonical_root_order, reorder_roots
+from cp_engine.sharding.simple_layouts import simple_layouts
 from cp_engine.sharding.zones import trunk_ends, zoned_layout
 
 TOKEN_SPREAD = 64  # most tokens by which two ranks may differ
@@ -37,12 +40,13 @@ SMALL_RANK = 8192
 MOST_PIECES = 4  # on any rank up to 8 ranks; the chord needs one more for each further doubling
 TWO_RANK_SPLITS = 6  # tolerant splits that are measured where there are only two ranks
 DEALT_ORDERS = 4  # orders of whole subtrees that are measured
+GIVEN_ORDER_RANKS = 4  # most ranks for which tolerant splits of the given order are tried besides those of another
 CROWDED_PER_MILLE = 25  # what a layout of two pieces a rank or more must gain over one with fewer
 POLISH_RANKS = 16  # most ranks for which the slower steps are tried
 POLISH_ROUNDS = 4
 # Idle ranks, and splits with each, that a polish tries for a busy rank. Many small subtrees meet the tile grid by luck,
 # which only measuring finds; few deep ones do not repay it, and a forest of many segments takes longer to measure.
-POLISH_MANY, POLISH_FEW, POLISH_LARGE = (5, 8), (3, 3), (2, 2)
+POLISH_MANY, POLISH_FEW, POLISH_LARGE = (5, 8), (3, 2), (2, 2)
 LARGE_SEGMENTS = 4096  # segments of a forest from which on it counts as large
 WORTH_PER_MILLE = 1  # polishing stops when a perfect layout would gain less than this
 
@@ -71,10 +75,10 @@ class PlacedForest:
 
     forest: Forest
     layout: Layout
-    method: str  # the start that won, with ``+polish`` where re-splitting improved it
+    method: str  # the candidate that won, with ``+polish`` where re-splitting improved it
     figures: Figures
     time: StepTime
-    tried: dict[str, int]  # predicted step of each start that met the limits, nanoseconds
+    tried: dict[str, int]  # predicted step of each candidate that met the limits, nanoseconds; the best of a name
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +101,7 @@ class _Judge:
         """Most pairs of a rank that a tolerant split may use: nine tenths of the limit, the rest is for rounding."""
         return self.pairs * (1000 + 9 * self.limit_percent) // (1000 * self.world)
 
-    @property
+    @cached_property
     def prices(self) -> SplitPrices:
         return split_prices(self.pairs, self.tokens, self.model, self.costs)
 
@@ -124,7 +128,8 @@ def balanced_layout(forest: Forest, world: int, *, model: ModelShape, costs: Cos
 
     Every candidate is measured exactly and compared by the predicted time of all layers (`step_time`); the smallest
     wins, among those that hold the limits on tokens, pairs and pieces. The chord holds them always, up to the
-    rounding of tiny packs. A pure function; the same on every host.
+    rounding of tiny packs. Never slower than the chord, contiguous ranges, zigzag or snake on the same forest where
+    these hold the limits and have under two pieces a rank. A pure function; the same on every host.
 
     Raises:
         ValueError: for fewer than one rank or a forest without tokens.
@@ -133,11 +138,10 @@ def balanced_layout(forest: Forest, world: int, *, model: ModelShape, costs: Cos
         raise ValueError(f"cp must be at least 1, got {world}")
     if not forest.tokens:
         raise ValueError("cannot place a forest without tokens: an empty pack has no layout to search")
-    order = canonical_root_order(forest)
-    base = Survey(reorder_roots(forest, order))
+    base = Survey(forest)
     judge = _Judge(world, forest.tokens, int(base.pairs_above[-1]), model, costs)
     if world == 1:
-        best = judge.candidate("contiguous", base, contiguous_layout(base.forest, 1))
+        best = judge.candidate("contiguous", base, contiguous_layout(forest, 1))
     else:
         best = min(_starts(judge, base), key=lambda c: c.key)  # the first of equal ones
         if world <= POLISH_RANKS:
@@ -149,23 +153,35 @@ def _starts(judge: _Judge, base: Survey) -> list[Candidate]:
     """The layouts that the search begins with."""
     world, prices = judge.world, judge.prices
     found = [judge.candidate("chord", base, chord_layout(base, world, prices))]
-    units, recurrent = free_units(base.forest), judge.model.gdn_layers > 0
-    orders = []
-    if len(units) >= world:
-        orders = dealt_orders(base, units, world, _orders(judge, len(units)), recurrent)
-    dealt = [Survey(reorder_units(base.forest, units, order)) for order in orders]
+    for name, layout in simple_layouts(base, world).items():
+        if len(layout.piece_rank) < 2 * world:
+            found.append(judge.candidate(name, base, layout))
+    dealt = [Survey(reorder_units(base.forest, units, order)) for units, order in _orders(judge, base)]
     whole = [judge.candidate("dealt", survey, snapped_layout(survey.forest, world)) for survey in dealt or [base]]
     nearest = min(whole, key=lambda c: c.key)
     found += whole
     if nearest.violation:
         found.append(judge.candidate("repaired", nearest.survey, _repaired(judge, nearest)))
-    for label, survey in [("", base)] + [("dealt ", nearest.survey) for _ in dealt[:1]]:
-        for layout in _tolerant(judge, survey):
-            found.append(judge.candidate(label + "tolerant", survey, layout))
+    orders = [("dealt tolerant", nearest.survey)] if dealt else []
+    if not dealt or world <= GIVEN_ORDER_RANKS:
+        orders.append(("tolerant", base))
+    for name, survey in orders:
+        found += [judge.candidate(name, survey, layout) for layout in _tolerant(judge, survey)]
     for x in trunk_ends(base, world):
         zoned = zoned_layout(base, x, world, prices, judge.limit_percent)
         found.append(judge.candidate("zoned", base, zoned))
     return found
+
+
+def _orders(judge: _Judge, base: Survey) -> list[tuple[Units, np.ndarray]]:
+    """Orders of free units to measure: one where units are too few, or ranks too many, for the order to matter."""
+    units, world = free_units(base.forest), judge.world
+    if len(units) < world:  # nothing to deal; what one rank owns is likelier whole if the largest come first
+        order = np.argsort(-np.diff(base.start[units.bounds]), kind="stable")
+        return [] if (order == np.arange(len(units))).all() else [(units, order)]
+    many = len(units) >= 2 * world and world <= POLISH_RANKS
+    orders = dealt_orders(base, units, world, DEALT_ORDERS if many else 1, judge.model.gdn_layers > 0)
+    return [(units, order) for order in orders]
 
 
 def _tolerant(judge: _Judge, survey: Survey) -> list[Layout]:
@@ -176,11 +192,6 @@ def _tolerant(judge: _Judge, survey: Survey) -> list[Layout]:
     else:
         pairs = [halve(survey, axis, share, judge.prices, judge.cap)]
     return [layout_of(list(parts), judge.tokens) for parts in pairs]
-
-
-def _orders(judge: _Judge, units: int) -> int:
-    """Orders of units to measure: one where units are too few, or ranks too many, for the order to matter."""
-    return DEALT_ORDERS if units >= 2 * judge.world and judge.world <= POLISH_RANKS else 1
 
 
 def _repaired(judge: _Judge, base: Candidate) -> Layout:
@@ -213,10 +224,11 @@ def _polish(judge: _Judge, best: Candidate) -> Candidate:
         idle = np.argsort(ranks, kind="stable")
         link = np.maximum(best.figures.rows_in, best.figures.rows_out)
         busy = dict.fromkeys((int(ranks.argmax()), int(best.figures.pairs.argmax()), int(link.argmax())))
+        others = {slow: [rank for rank in idle[: partners + 1].tolist() if rank != slow][:partners] for slow in busy}
+        pairs = {frozenset((slow, other)): (slow, other) for slow in busy for other in others[slow]}
         tries = [
             judge.candidate(best.name.removesuffix("+polish") + "+polish", best.survey, layout)
-            for slow in busy
-            for other in [rank for rank in idle[: partners + 1].tolist() if rank != slow][:partners]
+            for slow, other in pairs.values()
             for layout in _resplit(judge, best, slow, other, splits)
         ]
         better = min(tries, key=lambda c: c.key, default=best)
@@ -230,15 +242,14 @@ def _resplit(judge: _Judge, base: Candidate, one: int, other: int, splits: int) 
     """Layouts in which two ranks share their tokens in another way."""
     layout, world = base.layout, judge.world
     parts = [Pieces(*layout.pieces(rank)) for rank in range(world)]
-    tokens = parts[one].tokens
-    found = []
+    both = len(parts[one].start) + len(parts[other].start)
+    most = max(2 * world - 1, len(layout.piece_rank)) - len(layout.piece_rank) + both
     together = join([parts[one], parts[other]])
-    for pair in split(base.survey, together, tokens, (1, 1), judge.prices, judge.cap, best=splits):
+    found = []
+    for pair in split(base.survey, together, parts[one].tokens, (1, 1), judge.prices, judge.cap, splits, most):
         if any(np.array_equal(part.start, parts[one].start) for part in pair):
             continue  # as it is, or with the ranks swapped
         changed = list(parts)
         changed[one], changed[other] = pair
-        pieces = sum(len(part.start) for part in changed)
-        if pieces <= max(2 * judge.world - 1, len(layout.piece_rank)):
-            found.append(layout_of(changed, judge.tokens))
+        found.append(layout_of(changed, judge.tokens))
     return found

@@ -12,11 +12,12 @@ from benchmarks.baselines import baseline_layouts
 from benchmarks.planner import PACK_TOKENS, quality, read_set, whole_group_packs
 from cp_engine.sharding.chord import chord_layout
 from cp_engine.sharding.cost import PRESETS, SplitPrices, step_time
-from cp_engine.sharding.deal import deal, dealt_orders, free_units, reorder_units, snapped_layout
+from cp_engine.sharding.deal import Units, deal, dealt_orders, free_units, reorder_units, snapped_layout
 from cp_engine.sharding.forest import Forest, build_forest
 from cp_engine.sharding.layout import Layout, imbalance, layout_from_cuts, rank_pairs
-from cp_engine.sharding.measure import Survey, measure
-from cp_engine.sharding.reorder import canonical_root_order, reorder_roots
+from cp_engine.sharding.measure import Figures, Survey, measure
+from cp_engine.sharding.packing import pack_rollouts
+from cp_engine.sharding.plan import shard_plan
 from cp_engine.sharding.search import TOKEN_SPREAD, balanced_layout
 from cp_engine.sharding.zones import trunk_ends
 from tests.forests import Rows, chain_forest, comb_rows, random_variety
@@ -41,51 +42,81 @@ def long_rows(seed: int, groups: int, rows: int = 4, scale: int = 1) -> Rows:
     return Rows(made, owners, "group")
 
 
+def pair_limit(tokens: int, world: int) -> float:
+    return 1.05 if tokens < 8192 * world else 1.02
+
+
+def holds_the_limits(figures: Figures, world: int) -> bool:
+    tokens = int(figures.tokens.sum())
+    most = max(4, (world - 1).bit_length() + 1)
+    fair = np.ptp(figures.tokens) <= 64 and imbalance(figures.pairs) <= pair_limit(tokens, world)
+    return bool(fair and figures.pieces.max() <= most and figures.pieces.sum() < 2 * world)
+
+
 @pytest.mark.parametrize("model", [DENSE, HYBRID], ids=["dense", "hybrid"])
-@pytest.mark.parametrize("seed", range(6))
-def test_limits_hold_and_no_simpler_layout_is_predicted_faster(seed, model):
-    forest, world = long_rows(seed, 14, scale=2).forest, (2, 3, 4, 8, 5, 16)[seed]
+@pytest.mark.parametrize("seed", range(24))
+def test_limits_hold_and_no_simpler_layout_that_holds_them_is_predicted_faster(seed, model):
+    if seed % 3:
+        forest = long_rows(seed, 1 + seed, scale=1 + seed % 2).forest
+    else:  # few trees, short ones: whatever simple layouts are best at
+        forest = random_variety(seed).forest if seed % 2 else long_rows(seed, 64, rows=1).forest
+    world = (2, 3, 4, 8, 5, 16)[seed % 6]
     placed = balanced_layout(forest, world, model=model)
-    small = forest.tokens < 8192 * world
-    assert imbalance(rank_pairs(placed.forest, placed.layout)) <= (1.05 if small else 1.02)
-    assert np.ptp(placed.layout.rank_token_count) <= TOKEN_SPREAD
-    pieces = np.bincount(placed.layout.piece_rank, minlength=world)
-    assert pieces.max() <= max(4, (world - 1).bit_length() + 1)
     survey = Survey(forest)
-    for other in baseline_layouts(survey, world, model).values():
-        assert placed.time.step <= step_time(measure(survey, other), model).step
-    canonical = Survey(reorder_roots(forest, canonical_root_order(forest)))
-    assert placed.time.step <= placed.tried["chord"]
-    assert placed.time.step == step_time(measure(Survey(placed.forest), placed.layout), model).step
-    assert canonical.forest.tokens == placed.forest.tokens
+    rivals = {k: measure(survey, v) for k, v in baseline_layouts(survey, world, model).items()}
+    steps = {k: step_time(v, model).step for k, v in rivals.items() if holds_the_limits(v, world)}
+    assert placed.time.step <= min(steps.values(), default=placed.time.step), steps
+    assert steps.items() <= placed.tried.items()
+    assert holds_the_limits(placed.figures, world) or "chord" not in steps
+    found = measure(Survey(placed.forest), placed.layout)
+    assert placed.time.step == step_time(found, model).step
+    assert (placed.figures.pairs == rank_pairs(placed.forest, placed.layout)).all()
 
 
 @pytest.mark.parametrize("share", ["batch", "group"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_plan_does_not_depend_on_the_order_of_the_rollouts(seed, share):
+    """From rollouts to plans: the same tokens on the same ranks, and one digest on all of them."""
     rows = long_rows(seed, 9)
     rng = np.random.default_rng(seed)
     # Equal rollouts too, and groups numbered in another order.
     rows = Rows(rows.rows + rows.rows[:3], rows.groups + rows.groups[:3], share)
     order, number = rng.permutation(len(rows.rows)), rng.permutation(9)
     mixed = Rows([rows.rows[i] for i in order], [int(number[rows.groups[i]]) for i in order], share)
-    world = 2 + seed
-    one, two = (balanced_layout(r.forest, world, model=HYBRID) for r in (rows, mixed))
-    for name in ("token", "segment_start", "parent", "depth", "subtree_end"):
-        assert np.array_equal(getattr(one.forest, name), getattr(two.forest, name)), name
-    assert np.array_equal(one.forest.end_segment[order], two.forest.end_segment)
-    assert np.array_equal(one.layout.piece_start, two.layout.piece_start)
-    assert np.array_equal(one.layout.piece_rank, two.layout.piece_rank)
-    assert (one.method, one.time.step) == (two.method, two.time.step)
+    world, found = 2 + seed, []
+    for r in (rows, mixed):
+        mask = r.token % 3 > 0
+        packs = pack_rollouts(r.token, r.row_start, r.group, mask, share=share, max_pack_tokens=4_000)
+        placed = [balanced_layout(pack.forest, world, model=HYBRID) for pack in packs]
+        found.append((packs, placed))
+        for pack, of_pack in zip(packs, placed, strict=True):
+            plans = [
+                shard_plan(of_pack.forest, of_pack.layout, rank, pack.loss_mask, conv_width=4) for rank in range(world)
+            ]
+            assert len({plan.digest for plan in plans}) == 1
+            assert sum(plan.tokens for plan in plans) == pack.tokens
+    assert len(found[0][0]) == len(found[1][0]) > 1
+    for pack, other, one, two in zip(found[0][0], found[1][0], found[0][1], found[1][1], strict=True):
+        for name in ("token", "segment_start", "parent", "depth", "subtree_end"):
+            assert np.array_equal(getattr(one.forest, name), getattr(two.forest, name)), name
+        # Equal rollouts may stand for each other: what each pack holds is compared by content.
+        read = [
+            sorted((tuple(r.rows[i]), int(e)) for i, e in zip(p.rollouts, f.forest.end_segment, strict=True))
+            for r, p, f in ((rows, pack, one), (mixed, other, two))
+        ]
+        assert read[0] == read[1]
+        assert np.array_equal(one.layout.piece_start, two.layout.piece_start)
+        assert np.array_equal(one.layout.piece_rank, two.layout.piece_rank)
+        assert (one.method, one.time.step) == (two.method, two.time.step)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_reordered_forest_is_the_same_forest(seed):
     rows = random_variety(seed) if seed % 2 else long_rows(seed, 5)
     forest = rows.forest
-    roots = int((forest.parent < 0).sum())
-    again = reorder_roots(forest, np.random.default_rng(seed).permutation(roots))
-    check_same_forest(rows, again)
+    root = np.flatnonzero(forest.parent < 0)
+    order = np.random.default_rng(seed).permutation(len(root))
+    check_same_forest(rows, reorder_units(forest, Units(root, forest.segments), order))
 
 
 def check_same_forest(rows: Rows, again: Forest) -> None:
@@ -138,17 +169,16 @@ def test_the_search_is_within_three_percent_of_a_brute_force_optimum(world, chun
     assert balanced_layout(forest, world, model=DENSE).time.step <= 1.03 * best
 
 
-@pytest.mark.parametrize(
-    ("world", "chunks", "seed"), [(2, 12, 0), (2, 12, 4), (3, 9, 2), (3, 9, 5), (4, 8, 10), (4, 8, 12)]
-)
+@pytest.mark.parametrize("seed", range(0, 20, 2))
+@pytest.mark.parametrize(("world", "chunks"), [(2, 10), (3, 9), (4, 8)])
 def test_a_hybrid_too_among_layouts_that_hold_the_limits(world, chunks, seed):
-    """Few of its layers are attention, so a layout over the limit on pairs may be faster; it is not on offer."""
+    """Few of its layers are attention, so a layout over the limits may be faster; it is not on offer."""
     forest = long_rows(seed, 1 + seed % 4, scale=4).forest
     survey = Survey(forest)
-    limit = 1.05 if forest.tokens < 8192 * world else 1.02
     figures = [measure(survey, chunked(forest, chunks, ranks, world)) for ranks in partitions(chunks, world)]
-    steps = [step_time(found, HYBRID).step for found in figures if imbalance(found.pairs) <= limit]
-    assert balanced_layout(forest, world, model=HYBRID).time.step <= 1.03 * min(steps)
+    steps = [step_time(found, HYBRID).step for found in figures if holds_the_limits(found, world)]
+    if steps:
+        assert balanced_layout(forest, world, model=HYBRID).time.step <= 1.03 * min(steps)
 
 
 def test_whole_trees_stay_on_one_rank_where_that_balances():
