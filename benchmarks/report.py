@@ -1,0 +1,178 @@
+"""Write docs/benchmarks.md from benchmarks/results.jsonl.
+
+    python -m benchmarks.report
+
+Every record has a ``bench``; each bench is a section. A bench without a writer of its own gets a table of all its
+columns. Of records about the same case the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from benchmarks.record import RESULTS, ROOT
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+STAMP = ("commit", "versions", "card", "command", "date")
+CASE = ("bench", "workload", "model", "method", "exchange", "layout", "gpus", "P")  # what a record is about
+RIVALS = ("contiguous", "zigzag", "snake", "chord")
+
+HEAD = """# Benchmarks
+
+Written by `python -m benchmarks.report` from `benchmarks/results.jsonl`, where each line is one measurement with its
+commit, versions, card and command. `benchmarks/` holds what measures.
+"""
+
+QUALITY = """Each set in packs of at most 65,536 tree tokens (whole groups in file order, shared inside a group) on P
+context-parallel ranks. Worst pack of each set, or the mean over packs where it says so. Pairs and tiles: largest rank
+over the mean. Rows: the busiest rank's in / out, mean over packs. Exposed: exchange that no compute hides, of the
+slowest rank's softmax-attention layer, forward and backward. Step: predicted time of all decoder layers over that of
+another layout of the same pack, worst pack (mean).
+
+Limits: tokens at most 64 apart; pairs at most 1.02 where the pack has 8,192 tokens a rank, else 1.05; at most 4 pieces
+on a rank and under 2 in the mean. Below the table stands every case in which another layout is predicted faster (only
+one that breaks a limit can be), and every one with over 3 % exposed and over 1.5 x the rows of contiguous.
+"""
+
+TIMES = """Median of repeats on one core: balanced layout, then one rank's attention, GDN and loss plan and the hash.
+Mixed: whole groups drawn from all seven sets.
+"""
+
+PACKING = """Packs of at most 32,768 tree tokens, shared over the batch. Packs at least: all tree tokens over the
+budget, were no ancestor replayed. Median of repeats on one core.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """How the records of one bench are shown."""
+
+    title: str
+    text: str
+    body: Callable[[list[dict]], str]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def quality(records: list[dict]) -> str:
+    head = ["model", "set", "P", "packs", "tokens apart", "pairs", "pieces: most (mean)", "tiles: worst (mean)"]
+    head += ["rows in / out", "of contiguous", "exposed", *(f"step / {rival}" for rival in RIVALS)]
+    rows, notes = [], []
+    for r in records:
+        steps = [f"{r[f'step_over_{k}']:.4f} ({r[f'mean_step_over_{k}']:.4f})" for k in RIVALS]
+        rows.append(
+            [
+                r["model"],
+                r["workload"],
+                str(r["P"]),
+                str(r["packs"]),
+                str(r["token_spread"]),
+                f"{r['pair_imbalance']:.4f}",
+                f"{r['most_pieces']} ({r['mean_pieces']:.2f})",
+                f"{r['tile_imbalance']:.3f} ({r['mean_tile_imbalance']:.3f})",
+                f"{r['mean_rows_in']:,.0f} / {r['mean_rows_out']:,.0f}",
+                f"{r['mean_contiguous_rows_in']:,.0f} / {r['mean_contiguous_rows_out']:,.0f}",
+                f"{r['exposed']:.2%}",
+                *steps,
+            ]
+        )
+        notes += [f"- {r['model']}, {r['workload']}, P {r['P']}, {note}" for note in r["broken"] + r["listed"]]
+    packs = sum(r["packs"] for r in records)
+    broken = sum(len(r["broken"]) for r in records)
+    found = f"\n{packs} layouts; {broken} break a limit or lose to a layout that holds them. Listed:\n\n"
+    return table(head, rows) + found + "\n".join(notes) + "\n"
+
+
+def times(records: list[dict]) -> str:
+    head = (
+        "model",
+        "forest",
+        "P",
+        "tokens",
+        "segments",
+        "whole plan, ms",
+        "processor, ms",
+        "layout alone, ms",
+        "chosen",
+    )
+    text = table(
+        head,
+        [
+            [r["model"], r["workload"], str(r["P"]), f"{r['tokens']:,}", f"{r['segments']:,}"]
+            + [f"{r[key]:.1f}" for key in ("ms", "cpu_ms", "layout_ms")]
+            + [r["chosen"]]
+            for r in records
+        ],
+    )
+    for model in dict.fromkeys(r["model"] for r in records):
+        mine = {r["workload"]: r for r in records if r["model"] == model}
+        small, large = mine["mixed 0.1M"], mine["mixed 1M"]
+        more, longer = large["tokens"] / small["tokens"], large["ms"] / small["ms"]
+        text += f"\n{model}: {more:.1f} x the tokens take {longer:.1f} x as long at P {large['P']}.\n"
+    return text
+
+
+def packing(records: list[dict]) -> str:
+    head = ("rollouts of", "rollouts", "flat tokens", "tree tokens", "packs", "packs at least", "replayed tokens", "ms")
+    keys = ("rollouts", "flat_tokens", "tree_tokens", "packs", "packs_at_least", "replayed_tokens")
+    text = table(head, [[r["workload"], *(f"{r[k]:,}" for k in keys), f"{r['ms']:.1f}"] for r in records])
+    alone = [r["ms"] for r in records if r["workload"] != "all sets as one step"]
+    return text + f"\nThe {len(alone)} sets one after the other: {sum(alone):.0f} ms.\n"
+
+
+def every_column(records: list[dict]) -> str:
+    columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
+    columns = [k for k in columns if any(r.get(k) is not None for r in records)]
+    return table(columns, [[_cell(r.get(k)) for k in columns] for r in records])
+
+
+def _cell(value) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+SECTIONS = {
+    "planner-quality": Section("Layouts", QUALITY, quality),
+    "planner-time": Section("Time to plan", TIMES, times),
+    "packing": Section("Packing", PACKING, packing),
+    "forest": Section("Building the forests of the seven sets", "Median of repeats on one core.\n", every_column),
+}
+
+
+def stamps(records: list[dict]) -> str:
+    """Where and how the records of a section were measured."""
+    found = {}
+    for r in records:
+        versions = ", ".join(f"{name} {version}" for name, version in r["versions"].items())
+        found[f"- {r['date']}, commit {r['commit']}, {r['card']}, {versions}: `{r['command']}`"] = None
+    return "\n".join(found) + "\n"
+
+
+def page(records: list[dict]) -> str:
+    last = {tuple(r.get(key) for key in CASE): r for r in records}
+    benches: dict[str, list[dict]] = {bench: [] for bench in SECTIONS}
+    for r in last.values():
+        benches.setdefault(r["bench"], []).append(r)
+    text = HEAD
+    for bench, of_bench in benches.items():
+        if of_bench:
+            section = SECTIONS.get(bench) or Section(bench.capitalize(), "", every_column)
+            text += f"\n## {section.title}\n\n{section.text}\n{section.body(of_bench)}\nMeasured:\n\n{stamps(of_bench)}"
+    return text
+
+
+def main() -> None:
+    PAGE.write_text(page([json.loads(line) for line in RESULTS.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The page of benchmarks: one section a bench, the last record of a case, every case that has to be explained."""
+
+from benchmarks.report import RIVALS, page
+
+STAMPED = {
+    "commit": "abc",
+    "versions": {"python": "3"},
+    "card": "a card",
+    "command": "python -m x",
+    "date": "2026-01-01",
+}
+
+
+def test_a_bench_without_a_writer_gets_all_its_columns():
+    one = {"bench": "attention", "workload": "game24", "method": "ours", "fwd_ms": 1.23456, "gpus": 2, "none": None}
+    text = page([one | STAMPED, one | {"fwd_ms": 2.0} | STAMPED, one | {"method": "other"} | STAMPED])
+    assert "## Attention" in text and "| workload | method | fwd_ms | gpus |" in text
+    assert "| game24 | ours | 2 | 2 |" in text and "| game24 | other | 1.235 | 2 |" in text  # repeated: the last counts
+    assert text.count("commit abc, a card, python 3: `python -m x`") == 1
+
+
+def test_layouts_over_a_bar_are_listed_below_their_table():
+    figures = dict.fromkeys(("pair_imbalance", "mean_pieces", "tile_imbalance", "exposed"), 1.0)
+    figures |= dict.fromkeys(("rows_in", "rows_out", "contiguous_rows_in", "contiguous_rows_out"), 7)
+    figures |= {f"step_over_{rival}": 0.5 for rival in RIVALS}
+    row = {"bench": "planner-quality", "workload": "toy", "model": "m", "P": 2, "packs": 3, "token_spread": 0}
+    row |= figures | {f"mean_{key}": value for key, value in figures.items() if key != "mean_pieces"}
+    text = page([row | {"most_pieces": 2, "broken": ["pack 0: pairs"], "listed": ["pack 1: rows"]} | STAMPED])
+    assert "| m | toy | 2 | 3 | 0 | 1.0000 | 2 (1.00) |" in text
+    assert "3 layouts; 1 break a limit" in text
+    assert "- m, toy, P 2, pack 0: pairs\n- m, toy, P 2, pack 1: rows\n" in text
