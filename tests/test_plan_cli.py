@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import pytest
 
-from cp_engine.cli.plan import add_arguments, plan_report, run
+from cp_engine.cli.plan import add_arguments, run
+from cp_engine.machines import MACHINES
+from cp_engine.model_sizes import model_sizes
+from cp_engine.plan_report import PlanSettings, plan_packs, plan_report
+from cp_engine.prediction import memory_bytes
 from cp_engine.rollouts import flatten_rollouts
+from cp_engine.scaling import synthetic_rollouts
 from cp_engine.sharding.layout import contiguous_layout
-from tests.forests import CLOSED_FORM_ROWS, random_variety
+from cp_engine.sharding.plan import shard_plan
+from tests.forests import CLOSED_FORM_ROWS, random_rows, random_variety
 
 
 def closed_form_file(tmp_path) -> str:
@@ -28,14 +38,22 @@ def plan(*arguments: str) -> int:
     return run(parser.parse_args(arguments))
 
 
+def settings(cp: int, **changed) -> PlanSettings:
+    model = model_sizes(changed.pop("model", "qwen3-8b"))
+    return PlanSettings(cp=cp, model=model, machine=MACHINES["h200"], **changed)
+
+
 def reported(capsys, *arguments: str) -> dict:
     assert plan(*arguments, "--json") == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_closed_form(tmp_path, capsys):
-    report = reported(capsys, "--rollouts", closed_form_file(tmp_path), "--cp", "2")
+    report = reported(capsys, "--rollouts", closed_form_file(tmp_path), "--cp", "2", "--layout", "contiguous")
     assert report.pop("plan_ms") > 0
+    assert report.pop("predicted")["layout"] == "contiguous"
+    for name in ("layout_method", "exchange", "exchange_reason", "predicted"):
+        assert report["packs"][0].pop(name)
     assert report == {
         "rollouts": 6,
         "groups": 2,
@@ -77,7 +95,8 @@ def test_share_group_and_packs(tmp_path, capsys):
 @pytest.mark.parametrize("seed", range(20))
 def test_figures_of_the_ranks(seed):
     rows = random_variety(seed)
-    report = plan_report(flatten_rollouts(rows.rollouts()), 1 + seed % 5, rows.share, None)
+    asked = settings(1 + seed % 5, share=rows.share, layout="contiguous")
+    report, _ = plan_report(flatten_rollouts(rows.rollouts()), asked)
     (pack,) = report["packs"]
     # Packs order groups by their rollouts, whatever their numbers: compare with the forest of the renumbered rows.
     held: dict[int, list] = {}
@@ -102,10 +121,118 @@ def test_figures_of_the_ranks(seed):
         assert pack[f"{name[:-1]}_imbalance"] == pytest.approx(max(values) * len(values) / sum(values))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_figures_equal_those_of_the_real_plans(seed):
+    """All ranks are counted at once; here they are planned one after the other."""
+    cp = 1 + seed % 6
+    rows = random_rows(seed, rows=20, longest=60)
+    flat = flatten_rollouts(rows.rollouts())
+    budget = None if seed % 2 else max(int(flat.row_start[-1]) // 3, 120)
+    report, planned = plan_report(flat, settings(cp, max_pack_tokens=budget, model="qwen3-next-80b-a3b"))
+    for pack, each in zip(report["packs"], planned, strict=True):
+        assert pack["tree_tokens"] == each.placement.forest.tokens
+        for rank, figures in enumerate(pack["ranks"]):
+            real = shard_plan(each.pack.forest, each.placement.layout, rank, each.pack.loss_mask, conv_width=4)
+            assert figures == {
+                "tokens": real.tokens,
+                "pairs": real.attention.pairs,
+                "pieces": real.pieces,
+                "fragments": real.gdn.fragments,
+                "rows_in": real.attention.fetch.rows_in,
+                "rows_out": real.attention.fetch.rows_out,
+            }
+
+
+def test_the_prediction_adds_up(tmp_path, capsys):
+    path = closed_form_file(tmp_path)
+    report = reported(
+        capsys, "--rollouts", path, "--cp", "2", "--max-pack-tokens", "6", "--model", "qwen3-next-80b-a3b"
+    )
+    predicted, packs = report["predicted"], [pack["predicted"] for pack in report["packs"]]
+    assert len(packs) > 1
+    assert predicted["step_ms"] == pytest.approx(sum(pack["step_ms"] for pack in packs))
+    assert predicted["step_ms"] == pytest.approx(predicted["compute_ms"] + predicted["exposed_ms"])
+    assert predicted["speedup_over_one_gpu"] == pytest.approx(predicted["one_gpu_ms"] / predicted["step_ms"])
+    assert predicted["speedup_over_flat"] == pytest.approx(predicted["flat_ms"] / predicted["step_ms"])
+    memory = predicted["memory_gib"]
+    assert memory["total"] == pytest.approx(sum(part for name, part in memory.items() if name != "total"))
+    for pack in packs:
+        layers = pack["layers"]
+        assert pack["step_ms"] == pytest.approx(
+            12 * (layers["attention"]["forward_ms"] + layers["attention"]["backward_ms"])
+            + 36 * (layers["gdn"]["forward_ms"] + layers["gdn"]["backward_ms"])
+        )
+        for layer in layers.values():
+            assert layer["forward_ms"] + layer["backward_ms"] == pytest.approx(
+                layer["compute_ms"] + layer["exposed_ms"]
+            )
+    alone = reported(capsys, "--rollouts", path, "--cp", "1")["predicted"]
+    assert alone["efficiency"] == 1 and alone["exposed_ms"] == 0
+
+
+def test_the_exchange_is_chosen_or_as_asked(tmp_path, capsys):
+    path = closed_form_file(tmp_path)
+    (pack,) = reported(capsys, "--rollouts", path, "--cp", "2")["packs"]
+    steps = pack["predicted"]["by_exchange"]
+    assert set(steps) == {"gather", "ring", "ulysses"} and pack["exchange"] == min(steps, key=steps.get)
+    for exchange in steps:
+        (pack,) = reported(capsys, "--rollouts", path, "--cp", "2", "--exchange", exchange)["packs"]
+        assert pack["exchange"] == exchange and pack["predicted"]["step_ms"] == steps[exchange]
+    with pytest.raises(ValueError, match=r"--exchange ulysses cannot run: 32 query heads are not divisible by 3 ranks"):
+        plan("--rollouts", path, "--cp", "3", "--exchange", "ulysses")
+    (pack,) = reported(capsys, "--rollouts", path, "--cp", "3")["packs"]
+    assert "not divisible" in pack["predicted"]["refused"]["ulysses"] and "ulysses" in pack["exchange_reason"]
+
+
+@pytest.mark.parametrize("exchange", ["auto", "gather", "ring", "ulysses"])
+def test_one_rank_moves_nothing(exchange, tmp_path, capsys):
+    report = reported(capsys, "--rollouts", closed_form_file(tmp_path), "--cp", "1", "--exchange", exchange)
+    assert report["packs"][0]["exchange"] == ("gather" if exchange == "auto" else exchange)
+    assert report["predicted"]["exposed_ms"] == 0 and report["predicted"]["efficiency"] == 1
+
+
+def test_auto_takes_no_exchange_that_does_not_fit():
+    """A machine whose memory ends between the buffers of the fastest exchange and those of another."""
+    flat = flatten_rollouts(random_rows(7, rows=40, longest=400, vocabulary=4).rollouts())
+    asked = settings(4)
+    (free,) = plan_packs(flat, asked)
+    held = {name: each.buffer_bytes for name, each in free.times.items()}
+    tokens = int(free.placement.figures.tokens.max())
+    rest = sum(memory_bytes(tokens, 0, asked.model, 4).values())
+    assert held[free.chosen] > min(held.values())
+    machine = replace(asked.machine, memory_bytes=rest + held[free.chosen] - 1)
+    (tight,) = plan_packs(flat, replace(asked, machine=machine))
+    assert tight.chosen != free.chosen and "do not fit" in tight.refused[free.chosen]
+    assert f"{free.chosen} cannot run: its buffers" in tight.reason
+    # Where nothing fits, the fastest one is shown with the memory that it needs.
+    (none,) = plan_packs(flat, replace(asked, machine=replace(asked.machine, memory_bytes=rest)))
+    assert none.chosen == free.chosen and not none.refused
+
+
+def test_hosts_and_devices(tmp_path, capsys):
+    path = closed_form_file(tmp_path)
+
+    def predicted(*options):
+        return reported(capsys, "--rollouts", path, "--cp", "4", "--exchange", "gather", *options)["predicted"]
+
+    one, two = predicted(), predicted("--nodes", "2", "--gpus-per-node", "2")
+    assert (one["nodes"], two["nodes"], two["gpus_per_node"]) == (1, 2, 2)
+    assert two["exposed_ms"] > one["exposed_ms"] and two["compute_ms"] == pytest.approx(one["compute_ms"])
+    measured = {device: predicted("--device", device)["device_measured"] for device in MACHINES}
+    assert measured == {"h200": True, "h100": False, "b200": False}
+    assert predicted("--device", "b200")["compute_ms"] < one["compute_ms"] < predicted("--device", "h100")["compute_ms"]
+    with pytest.raises(ValueError, match=r"4 context-parallel ranks need 4 GPUs, but --nodes 1 with 3 GPUs each"):
+        predicted("--nodes", "1", "--gpus-per-node", "3")
+
+
 def test_a_table_is_printed_for_people(tmp_path, capsys):
     assert plan("--rollouts", closed_form_file(tmp_path), "--cp", "2") == 0
     text = capsys.readouterr().out
     assert "tree_tokens_per_group" in text and "pack 0: 9 tree tokens" in text and "rows_out" in text
+    assert "predicted for qwen3-8b on h200, one host" in text and "against one GPU" in text
+    assert plan("--rollouts", closed_form_file(tmp_path), "--cp", "40", "--device", "b200") == 0
+    text = capsys.readouterr().out
+    assert "largest of 40" in text and "b200, scaled from the H200, 5 hosts of 8" in text
 
 
 def test_wrong_arguments_are_refused(tmp_path, capsys):
@@ -115,3 +242,31 @@ def test_wrong_arguments_are_refused(tmp_path, capsys):
     assert "argument --cp: expected at least 1, got 0" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"line 1: field input_ids: expected at most 4 tokens, the pack budget"):
         plan("--rollouts", path, "--cp", "2", "--max-pack-tokens", "4")
+    with pytest.raises(ValueError, match=r"--limit and --limit-per-group choose rollouts of a file"):
+        plan("--synthetic", "grpo_5k16", "--cp", "2", "--limit", "3")
+    with pytest.raises(ValueError, match=r"--model expects qwen3-8b, .* got 'qwen9'"):
+        plan("--rollouts", path, "--cp", "2", "--model", "qwen9")
+    for options in ((), ("--rollouts", path), ("--cp", "2"), ("--rollouts", path, "--cp", "2", "--sweep", "cp=2")):
+        with pytest.raises(SystemExit):
+            plan(*options)
+        assert "error" in capsys.readouterr().err
+
+
+def test_the_command_imports_no_torch(tmp_path):
+    code = (
+        "import sys, argparse\nfrom cp_engine.cli.plan import add_arguments, run\nparser = argparse.ArgumentParser()\n"
+        "add_arguments(parser)\nrun(parser.parse_args(sys.argv[1:]))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    options = ["--rollouts", closed_form_file(tmp_path), "--cp", "2", "--picture", str(tmp_path / "a.html")]
+    subprocess.run([sys.executable, "-c", code, *options], check=True, capture_output=True)
+
+
+def test_many_ranks_take_seconds():
+    """512 ranks on a million tokens: every rank planned after the other would take minutes."""
+    flat = synthetic_rollouts("grpo_5k16")
+    began = time.process_time()
+    report, _ = plan_report(flat, settings(512))
+    assert time.process_time() - began < 10  # about 2 on one core of the machine that this was written on
+    assert report["tree_tokens"] > 10**6 and len(report["packs"][0]["ranks"]) == 512
+    assert sum(rank["tokens"] for rank in report["packs"][0]["ranks"]) == report["tree_tokens"]

@@ -1,0 +1,95 @@
+"""Machines that a plan can be predicted for: GPUs, and the links inside and between hosts.
+
+Only the H200's costs were measured (`sharding/cost.py`); the others are scaled from them by published peak rates and
+are marked predicted, as are all links between hosts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cp_engine.sharding.cost import H200, Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Equal GPUs on equal hosts; rank r stands on host ``r // gpus_per_node``. Integer nanoseconds."""
+
+    name: str
+    costs: Costs
+    memory_bytes: int
+    measured: bool  # whether the costs of one GPU and of the links inside a host were measured on it
+    gpus_per_node: int = 8
+    # One MiB over a 400 Gb/s adapter a GPU at 90 % of its rate; one exchange between hosts; each peer more in it.
+    between_mib: int = 23_300
+    between_latency: int = 25_000
+    peer_latency: int = 1_000
+
+    def hosts(self, world: int) -> int:
+        return -(-world // self.gpus_per_node)
+
+    def with_instant_links(self) -> Machine:
+        """The same with exchanges that start at once, but take their time for every byte."""
+        costs = replace(self.costs, pull_latency=0, all_to_all_latency=0, send_latency=0)
+        return replace(self, costs=costs, between_latency=0, peer_latency=0)
+
+    def with_free_links(self) -> Machine:
+        """The same with exchanges that take no time at all."""
+        instant = self.with_instant_links()
+        costs = replace(instant.costs, pull_mib=0, all_to_all_mib=0, send_mib=0)
+        return replace(instant, costs=costs, between_mib=0)
+
+
+def _scaled(products: tuple[int, int], memory: tuple[int, int], link: tuple[int, int]) -> Costs:
+    """The H200's costs times ratios (numerator, denominator) of its peak rates to another GPU's.
+
+    Attention and dense products follow the rate of products, element-wise code and the recurrence that of memory.
+    """
+
+    def times(value: int, ratio: tuple[int, int]) -> int:
+        return value * ratio[0] // ratio[1]
+
+    def table(rows: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((size, times(cost, products)) for size, cost in rows)
+
+    return replace(
+        H200,
+        tile_forward=table(H200.tile_forward),
+        tile_backward=table(H200.tile_backward),
+        query_tile_forward=times(H200.query_tile_forward, products),
+        query_tile_backward=times(H200.query_tile_backward, products),
+        tera_product=times(H200.tera_product, products),
+        chunk_forward=times(H200.chunk_forward, memory),
+        chunk_backward=times(H200.chunk_backward, memory),
+        memory_mib=times(H200.memory_mib, memory),
+        pull_mib=times(H200.pull_mib, link),
+        all_to_all_mib=times(H200.all_to_all_mib, link),
+        send_mib=times(H200.send_mib, link),
+    )
+
+
+# Dense bf16 TFLOP/s, memory TB/s and NVLink GB/s one way: H200 989, 4.8, 450; H100 989, 3.35, 450; B200 2250, 8, 900.
+MACHINES = {
+    "h200": Machine(name="h200", costs=H200, memory_bytes=141 * 10**9, measured=True),
+    "h100": Machine(name="h100", costs=_scaled((1, 1), (480, 335), (1, 1)), memory_bytes=80 * 10**9, measured=False),
+    "b200": Machine(
+        name="b200", costs=_scaled((989, 2250), (48, 80), (1, 2)), memory_bytes=180 * 10**9, measured=False
+    ),
+}
+
+
+def machine(device: str, cp: int, nodes: int | None, gpus_per_node: int | None) -> Machine:
+    """The machine of the command's options; without ``nodes`` there are as many hosts as the ranks need.
+
+    Raises:
+        ValueError: for more ranks than GPUs.
+    """
+    chosen = MACHINES[device]
+    if gpus_per_node is not None:
+        chosen = replace(chosen, gpus_per_node=gpus_per_node)
+    if nodes is not None and nodes * chosen.gpus_per_node < cp:
+        raise ValueError(
+            f"{cp} context-parallel ranks need {cp} GPUs, but --nodes {nodes} with {chosen.gpus_per_node} GPUs each "
+            f"(--gpus-per-node) has {nodes * chosen.gpus_per_node}: at least {chosen.hosts(cp)} nodes are needed"
+        )
+    return chosen

@@ -1,0 +1,254 @@
+"""Predicted time and memory of a placed forest under each exchange, on hosts with links inside and between them.
+
+On one host the numbers are those by which `sharding/exchange_choice.py` chooses. Between hosts a row costs more: it is
+counted as that many more rows of the link inside a host.
+
+Shapes: P ranks. Times are int64 nanoseconds, [P] inside a `LayerTime`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cp_engine.machines import Machine
+from cp_engine.model_sizes import ModelSizes
+from cp_engine.sharding.attention_plan import EXCHANGES
+from cp_engine.sharding.cost import (
+    ACCUMULATION_BYTES,
+    MIB,
+    LayerTime,
+    ModelShape,
+    affine_time,
+    gather_time,
+    head_groups,
+    kernel_time,
+    token_time,
+)
+from cp_engine.sharding.exchange_choice import MERGE_PASSES, choose_exchange
+from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.layout import Layout, contiguous_layout
+from cp_engine.sharding.measure import CHUNK, TILE, Figures, RecurrentFigures, Survey, measure, traffic
+from cp_engine.sharding.search import balanced_layout
+
+EXCHANGE_CHOICES = ("auto", *EXCHANGES)
+LAYOUT_CHOICES = ("balanced", "contiguous")
+# AdamW in mixed precision: weights and gradients in bf16, master weights and two moments in float32.
+PARAMETER_BYTES = 2 + 2 + 4 + 4 + 4
+
+Directions = tuple[LayerTime, LayerTime]  # forward, backward
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """A forest in the order of subtrees that its layout wants, who owns it, and the counts of that."""
+
+    forest: Forest
+    survey: Survey
+    layout: Layout
+    method: str
+    figures: Figures
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+
+def place(forest: Forest, cp: int, layout: str, model: ModelShape, machine: Machine) -> Placement:
+    """Place a forest that has tokens; ``layout`` is one of `LAYOUT_CHOICES`."""
+    if layout == "balanced":
+        placed = balanced_layout(forest, cp, model=model, costs=machine.costs)
+        return Placement(placed.forest, Survey(placed.forest), placed.layout, placed.method, placed.figures)
+    survey, chosen = Survey(forest), contiguous_layout(forest, cp)
+    return Placement(forest, survey, chosen, "contiguous", measure(survey, chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeTime:
+    """What all decoder layers take under one exchange of the softmax-attention layers."""
+
+    exchange: str
+    shape: ModelShape
+    attention: Directions
+    gdn: Directions | None
+    buffer_bytes: int  # of the exchange, most on any rank, one layer at a time
+
+    def layers(self) -> list[tuple[int, LayerTime]]:
+        """Each direction of each type of layer, with how many layers there are."""
+        found = [(self.shape.attention_layers, part) for part in self.attention]
+        return found + [(self.shape.gdn_layers, part) for part in self.gdn or ()]
+
+    @property
+    def step(self) -> int:
+        """All layers, forward and backward; ranks wait for each other in every layer."""
+        return sum(count * int(part.total.max()) for count, part in self.layers())
+
+    @property
+    def exposed(self) -> int:
+        """The part of ``step`` in which the slowest rank of a layer waits for its exchange."""
+        return sum(count * int(part.exposed[part.total.argmax()]) for count, part in self.layers())
+
+    @property
+    def slowest_compute(self) -> int:
+        return sum(count * int(part.compute.max()) for count, part in self.layers())
+
+    @property
+    def mean_compute(self) -> int:
+        return sum(count * int(part.compute.sum()) // len(part.compute) for count, part in self.layers())
+
+
+class Predictor:
+    """Predicts one placement; what does not depend on the machine is counted once."""
+
+    def __init__(self, placement: Placement, model: ModelShape):
+        self.placement, self.model = placement, model
+        self.rows = traffic(placement.survey, placement.layout)
+        np.fill_diagonal(self.rows, 0)
+        choice = choose_exchange(placement.survey, placement.layout, model=model)
+        self.refused = choice.refused  # head counts do not depend on the machine
+
+    def times(self, machine: Machine) -> dict[str, ExchangeTime]:
+        """Each exchange that can run; on one rank they are the same, since nothing moves."""
+        world, figures = self.placement.world, self.placement.figures
+        shared = _shared_link(machine, world)
+        gdn = affine_time(figures, self.model, shared.costs) if self.model.gdn_layers else None
+        if world == 1:
+            found = dict.fromkeys(EXCHANGES, self._gather(machine))
+        else:
+            found = {"gather": self._gather(machine), "ring": self._ring(machine)}
+            if "ulysses" not in self.refused:
+                found["ulysses"] = self._ulysses(shared)
+        return {name: ExchangeTime(name, self.model, time, gdn, held) for name, (time, held) in found.items()}
+
+    def _gather(self, machine: Machine) -> tuple[Directions, int]:
+        figures, model, costs = self.placement.figures, self.model, machine.costs
+        held = int((figures.tokens + figures.rows_in).max())
+        held = held * (2 * model.kv_row_bytes + model.kv_gradient_bytes) // head_groups(model)
+        far = np.where(_crosses(machine, self.placement.world), self.rows, 0)
+        if far.any():
+            near = self.rows - far
+            dearer = [far.sum(axis) * machine.between_mib // max(1, costs.pull_mib) for axis in (1, 0)]
+            rows_in, rows_out = (np.maximum(near.sum(axis), dearer[1 - axis]) for axis in (1, 0))
+            peers = int(max((far > 0).sum(0).max(), (far > 0).sum(1).max()))
+            latency = max(costs.pull_latency, machine.between_latency + machine.peer_latency * peers)
+            figures, costs = replace(figures, rows_in=rows_in, rows_out=rows_out), replace(costs, pull_latency=latency)
+        return gather_time(figures, model, costs), held
+
+    def _ring(self, machine: Machine) -> tuple[Directions, int]:
+        """Rounds in which one peer's rows are attended to while the next peer's travel; partial results are merged."""
+        figures, model, costs, rows = self.placement.figures, self.model, machine.costs, self.rows
+        world = len(rows)
+        crosses = _crosses(machine, world)
+        received = _rounds(rows)
+        used = (received > 0).sum(0)
+        query_tiles = -(-figures.tokens // TILE)
+        # Half a key tile of each round is empty (predicted).
+        tiles = figures.tiles + query_tiles * used // 2
+        kernel = kernel_time(tiles, query_tiles * (1 + used), model.query_heads, model, costs)
+        alone = token_time(figures.tokens, model.attention_products, model, costs)
+        output = figures.tokens * model.query_heads * model.head_dim * max(ACCUMULATION_BYTES, model.element_bytes)
+        merge = output * MERGE_PASSES * costs.memory_mib // MIB + 2 * costs.launch
+        keys = np.maximum(1, figures.tokens + figures.rows_in)
+        earlier = np.concatenate([figures.tokens[None], received[:-1]])
+        mib = np.where(crosses, machine.between_mib, costs.send_mib)
+        latency = np.where(crosses, machine.between_latency, costs.send_latency)
+        parts = []
+        for token, work, nbytes in (
+            (alone[0], kernel[0], model.kv_row_bytes),
+            (alone[1], kernel[1], model.kv_row_bytes + model.kv_gradient_bytes),
+        ):
+            each = np.where(rows > 0, rows * nbytes * mib // MIB + latency, 0)
+            travel = np.maximum(_rounds(each), _rounds(each.T, back=True))
+            exposed = np.maximum(0, travel - earlier * (work // keys)).sum(0)
+            parts.append(LayerTime(token + work + used * merge, exposed))
+        held = int(received.max()) * (2 * model.kv_row_bytes + model.kv_gradient_bytes)
+        return (parts[0], parts[1]), held
+
+    def _ulysses(self, machine: Machine) -> tuple[Directions, int]:
+        """All tokens for a share of the heads, between two all-to-alls that nothing hides."""
+        figures, model, costs, world = self.placement.figures, self.model, machine.costs, self.placement.world
+        query, kv = model.query_heads // world, max(1, model.kv_heads // world)
+        above = self.placement.survey.tiles_above
+        kernel = kernel_time(int(above[-1]), len(above) - 1, query, model, costs)
+        alone = token_time(figures.tokens, model.attention_products, model, costs)
+        # Queries and results, keys and values of the heads that other ranks compute; as much comes back in backward.
+        row = 2 * (query + kv) * (world - 1) * model.head_dim * model.element_bytes
+        exposed = figures.tokens * row * costs.all_to_all_mib // MIB + 2 * costs.all_to_all_latency
+        forward, backward = (LayerTime(token + work, exposed) for token, work in zip(alone, kernel, strict=True))
+        held = 2 * self.placement.layout.tokens * 2 * (query + kv) * model.head_dim * model.element_bytes
+        return (forward, backward), held
+
+
+def _crosses(machine: Machine, world: int) -> np.ndarray:
+    """bool [P, P]: whether two ranks stand on different hosts."""
+    host = np.arange(world) // machine.gpus_per_node
+    return host[:, None] != host
+
+
+def _shared_link(machine: Machine, world: int) -> Machine:
+    """The machine with the all-to-all of so many ranks, each of which sends every other one the same."""
+    far = world - machine.gpus_per_node
+    if far <= 0:
+        return machine
+    costs = replace(
+        machine.costs,
+        all_to_all_mib=max(machine.costs.all_to_all_mib, machine.between_mib * far // world),
+        all_to_all_latency=max(machine.costs.all_to_all_latency, machine.between_latency + machine.peer_latency * far),
+    )
+    return replace(machine, costs=costs)
+
+
+def _rounds(rows: np.ndarray, back: bool = False) -> np.ndarray:
+    """[P - 1, P]: what each rank has to do with the rank s before it, or s after it with ``back``, in round s - 1."""
+    world = len(rows)
+    rank, step = np.arange(world), np.arange(1, world)[:, None]
+    return rows[rank, (rank + step if back else rank - step) % world]
+
+
+def one_gpu_time(forest: Forest, model: ModelShape, machine: Machine) -> int:
+    """Nanoseconds of all layers for the whole forest on one GPU, were its memory large enough."""
+    survey, layout = Survey(forest), contiguous_layout(forest, 1)
+    return _step_alone(measure(survey, layout), model, machine)
+
+
+def flat_time(length: np.ndarray, model: ModelShape, machine: Machine) -> int:
+    """Nanoseconds of all layers for rollouts of these lengths, each computed as a row of its own on one GPU."""
+    blocks = -(-length // TILE)
+    one = [int(length.sum()), int((length * (length + 1) // 2).sum()), int((blocks * (blocks + 1) // 2).sum())]
+    tokens, pairs, tiles, chunks, nothing = (
+        np.array([value], np.int64) for value in (*one, int((-(-length // CHUNK)).sum()), 0)
+    )
+    figures = Figures(
+        tokens=tokens,
+        pieces=nothing,
+        pairs=pairs,
+        tiles=tiles,
+        rows_in=nothing,
+        rows_out=nothing,
+        recurrent=RecurrentFigures(chunks, nothing, nothing, nothing),
+    )
+    return _step_alone(figures, model, machine)
+
+
+def _step_alone(figures: Figures, model: ModelShape, machine: Machine) -> int:
+    gdn = affine_time(figures, model, machine.costs) if model.gdn_layers else None
+    return ExchangeTime("gather", model, gather_time(figures, model, machine.costs), gdn, 0).step
+
+
+def memory_bytes(tokens: int, buffers: int, model: ModelSizes, world: int) -> dict[str, int]:
+    """Predicted bytes on one GPU, by what holds them.
+
+    Parameters, gradients and AdamW's state are sharded over all ranks. Every layer is recomputed in backward, so its
+    input is kept, and the values and gradients inside one layer at a time.
+    """
+    shape = model.shape
+    attention = (2 * shape.query_heads + 2 * shape.kv_heads) * shape.head_dim
+    gdn = (2 * shape.gdn_key_heads + 4 * shape.gdn_value_heads) * shape.gdn_head_dim if shape.gdn_layers else 0
+    inside = 4 * shape.hidden + max(attention, gdn) + 3 * shape.mlp_width
+    layers = shape.attention_layers + shape.gdn_layers
+    return {
+        "parameters": -(-model.parameters * PARAMETER_BYTES // world),
+        "activations": tokens * shape.element_bytes * (shape.hidden * layers + 2 * inside),
+        "exchange": buffers,
+    }
