@@ -134,7 +134,7 @@ def _draw_fragments(drawing, fragments: Fragments, columns: _Columns, scale: flo
         box = (left[first], top[first], columns.bar, max(0.5, bottom - top[first] - (0.8 if height[last] > 4 else 0)))
         drawing.rect(*box, rank_colour(owner, world), note, kind="fragment", **at)
         if read:
-            drawing.rect(*box, "url(#read)", note, kind="read", rank=owner)
+            drawing.hatch(*box, note, kind="read", rank=owner)
         if columns.pitch - columns.bar > 44 and box[3] > 14:
             drawing.text(box[0] + columns.bar + 5, box[1] + box[3] / 2 + 4, f"{tokens:,}", 10, GREY)
     stretch = _stretch(fragments, column, height)

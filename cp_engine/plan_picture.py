@@ -24,42 +24,29 @@ def check_picture(path: str) -> None:
     """Refuse a picture that cannot be written, before anything is planned.
 
     Raises:
-        ValueError: naming what to choose or to install.
+        ValueError: naming what to choose.
     """
     if Path(path).suffix.lower() not in KINDS:
         raise ValueError(f"--picture expects a file that ends in {', '.join(KINDS)}; got {path!r}")
     if not Path(path).absolute().parent.is_dir():
         raise ValueError(f"--picture: there is no folder {Path(path).absolute().parent} to write into")
-    if Path(path).suffix.lower() == ".png":
-        _svg_to_png()
 
 
 def write_picture(path: Path, planned: list[PlannedPack]) -> None:
     """Write the picture of the packs of one step."""
-    svg = picture(planned)
-    kind = path.suffix.lower()
+    drawing, kind = picture(planned), path.suffix.lower()
     if kind == ".png":
-        _svg_to_png()(bytestring=svg.encode(), write_to=str(path), scale=2)
+        path.write_bytes(drawing.png())
     elif kind == ".html":
         style = "body{margin:0;background:#f4f4f4}svg{display:block;margin:24px auto;max-width:96vw;height:auto}"
         head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>plan</title><style>{style}</style>'
-        path.write_text(f"{head}</head><body>\n{svg}</body></html>\n", encoding="utf-8")
+        path.write_text(f"{head}</head><body>\n{drawing.svg()}</body></html>\n", encoding="utf-8")
     else:
-        path.write_text(svg, encoding="utf-8")
+        path.write_text(drawing.svg(), encoding="utf-8")
 
 
-def _svg_to_png():
-    try:
-        from cairosvg import svg2png
-    except (ImportError, OSError) as error:  # OSError: the package is there, the library under it is not
-        raise ValueError(
-            f"--picture: a .png needs the package cairosvg (pip install cairosvg), .svg and .html do not: {error}"
-        ) from None
-    return svg2png
-
-
-def picture(planned: list[PlannedPack]) -> str:
-    """The SVG of the first `MOST_PACKS` packs."""
+def picture(planned: list[PlannedPack]) -> Drawing:
+    """The drawing of the first `MOST_PACKS` packs."""
     drawing = Drawing(WIDTH)
     y = 20.0
     for index, pack in enumerate(planned[:MOST_PACKS]):
@@ -68,7 +55,7 @@ def picture(planned: list[PlannedPack]) -> str:
         drawing.text(LEFT, y, f"{len(planned) - MOST_PACKS} more packs are not drawn", 13, GREY)
         y += 30
     drawing.height = y
-    return drawing.svg()
+    return drawing
 
 
 def _draw_pack(drawing: Drawing, index: int, planned: PlannedPack, y: float) -> float:
@@ -118,7 +105,7 @@ def _draw_marks_legend(drawing: Drawing, y: float) -> None:
     drawing.text(LEFT + 18, y + 13, "seen by its own rank only", 12)
     x = LEFT + 205
     drawing.rect(x, y, 13, 18, plain)
-    drawing.rect(x, y, 13, 18, "url(#read)")
+    drawing.hatch(x, y, 13, 18)
     drawing.text(x + 18, y + 13, "other ranks read its keys and values", 12)
     x += 290
     drawing.rect(x, y - 3, 13, 11, plain)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
-import types
+import struct
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
+import zlib
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from cp_engine.machines import MACHINES
 from cp_engine.model_sizes import model_sizes
 from cp_engine.plan_picture import MOST_PACKS, check_picture, picture, write_picture
 from cp_engine.plan_report import PlanSettings, plan_packs
+from cp_engine.raster import Raster
 from cp_engine.rollouts import flatten_rollouts
 from cp_engine.scaling import synthetic_rollouts
 from tests.forests import Rows, random_layout, random_rows
@@ -42,7 +41,7 @@ def branchy(width: int = 30) -> Rows:
 @pytest.mark.parametrize("cp", [1, 2, 5, 8])
 def test_one_rectangle_a_fragment_in_its_owners_colour(cp):
     (pack,) = planned(branchy(), cp)
-    svg, placement = picture([pack]), pack.placement
+    svg, placement = picture([pack]).svg(), pack.placement
     drawn = rects(svg, kind="fragment")
     fragments = fragments_of(placement.forest, placement.layout)
     assert len(drawn) == len(fragments.start)
@@ -84,7 +83,7 @@ def test_what_moves_is_marked(seed):
 @pytest.mark.parametrize("cp", [3, 40])
 def test_bars_add_up_to_the_totals(cp):
     (pack,) = planned(branchy(), cp)
-    svg, figures = picture([pack]), pack.placement.figures
+    svg, figures = picture([pack]).svg(), pack.placement.figures
     for name in ("tokens", "pairs", "rows_in", "rows_out"):
         bars = rects(svg, chart=name)
         assert [int(bar["data-value"]) for bar in bars] == getattr(figures, name).tolist()
@@ -98,12 +97,12 @@ def test_bars_add_up_to_the_totals(cp):
 def test_low_segments_and_many_paths_are_merged():
     chain = Rows([[1] * n for n in range(1, 3000)], [0] * 2999)  # one path of one-token segments
     (pack,) = planned(chain, 3)
-    drawn = rects(picture([pack]), kind="fragment")
+    drawn = rects(picture([pack]).svg(), kind="fragment")
     assert len(drawn) < 20
     assert sum(int(rect["data-end"]) - int(rect["data-start"]) for rect in drawn) == 2999
     settings = PlanSettings(cp=64, model=model_sizes("qwen3-8b"), machine=MACHINES["h200"])
     (large,) = plan_packs(synthetic_rollouts("grpo_5k16"), settings)
-    svg = picture([large])
+    svg = picture([large]).svg()
     merged = rects(svg, kind="merged")
     assert not rects(svg, kind="fragment") and 390 <= len(merged) < 4000 and len(svg) < 10**6
     assert all(rect["fill"] == rank_colour(int(rect["data-rank"]), 64) for rect in merged)
@@ -113,9 +112,9 @@ def test_low_segments_and_many_paths_are_merged():
 @pytest.mark.parametrize("cp", [2, 12, 200])
 def test_everything_stays_on_the_page(cp):
     (pack,) = planned(branchy(200), cp)
-    root = ElementTree.fromstring(picture([pack]))
+    root = ElementTree.fromstring(picture([pack]).svg())
     width, height = float(root.get("width")), float(root.get("height"))
-    for rect in rects(picture([pack])):
+    for rect in rects(picture([pack]).svg()):
         x, y = float(rect.get("x", 0)), float(rect.get("y", 0))
         if "patternUnits" not in rect:
             assert 0 <= x and x + float(rect["width"]) <= width and 0 <= y and y + float(rect["height"]) <= height
@@ -140,34 +139,69 @@ def test_files(tmp_path):
     write_picture(tmp_path / "a.svg", packs)
     write_picture(tmp_path / "a.html", packs)
     svg = (tmp_path / "a.svg").read_text()
-    assert svg == picture(packs) and svg in (tmp_path / "a.html").read_text()
+    assert svg == picture(packs).svg() and svg in (tmp_path / "a.html").read_text()
     many = [packs[0]] * (MOST_PACKS + 3)
-    assert "3 more packs are not drawn" in picture(many)
+    assert "3 more packs are not drawn" in picture(many).svg()
 
 
-def test_png_needs_a_library(tmp_path, monkeypatch):
-    """Without cairosvg, or without the library under it, the command says what to install before it plans."""
-    real = builtins.__import__
-    for error in (ImportError("no module"), OSError("no library called cairo")):
+def png_pixels(data: bytes) -> np.ndarray:
+    """uint8 [height, width, 3] of a PNG without filters; lengths and checksums of its chunks are checked."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at, body, size = 8, b"", (0, 0)
+    while at < len(data):
+        length, name = struct.unpack(">I4s", data[at : at + 8])
+        content = data[at + 8 : at + 8 + length]
+        assert zlib.crc32(name + content) == struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0]
+        if name == b"IHDR":
+            size = struct.unpack(">II", content[:8])
+        body += content if name == b"IDAT" else b""
+        at += 12 + length
+    lines = np.frombuffer(zlib.decompress(body), np.uint8).reshape(size[1], 1 + 3 * size[0])
+    assert not lines[:, 0].any()
+    return lines[:, 1:].reshape(size[1], size[0], 3)
 
-        def refuse(name, *rest, error=error, **options):
-            if name == "cairosvg":
-                raise error
-            return real(name, *rest, **options)
 
-        monkeypatch.setattr(builtins, "__import__", refuse)
-        with pytest.raises(ValueError, match=r"a .png needs the package cairosvg \(pip install cairosvg\)"):
-            check_picture(str(tmp_path / "a.png"))
-    monkeypatch.setattr(builtins, "__import__", real)
+def rgb(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
 
-    def svg2png(bytestring: bytes, write_to: str, scale: int) -> None:
-        Path(write_to).write_bytes(bytestring)
 
-    monkeypatch.setitem(sys.modules, "cairosvg", types.SimpleNamespace(svg2png=svg2png))
-    check_picture(str(tmp_path / "a.png"))
-    packs = planned(branchy(), 2)
+@pytest.mark.parametrize("cp", [2, 12])
+def test_png_shows_what_the_svg_shows(cp, tmp_path):
+    packs = planned(branchy(), cp)
     write_picture(tmp_path / "a.png", packs)
-    assert (tmp_path / "a.png").read_text() == picture(packs)
+    drawing = picture(packs)
+    pixels = png_pixels((tmp_path / "a.png").read_bytes())
+    assert pixels.shape == (2 * round(drawing.height), 2 * drawing.width, 3)
+    svg = drawing.svg()
+    hatched = {(rect["x"], rect["y"]) for rect in rects(svg, kind="read")}
+    checked = 0
+    for rect in rects(svg, kind="fragment") + rects(svg, chart="tokens") + rects(svg, chart="pairs"):
+        x, y, width, height = (float(rect[name]) for name in ("x", "y", "width", "height"))
+        column, row = round(2 * (x + width / 4)), round(2 * (y + 0.7 * height))
+        if height > 30 and (rect["x"], rect["y"]) not in hatched:
+            assert pixels[row, column].tolist() == rgb(rect["fill"])
+            checked += 1
+    assert checked > 2 * cp
+    assert (pixels == 255).all(2).mean() > 0.5  # paper
+
+
+def test_pixels_by_hand():
+    raster = Raster(20, 12, 1)
+    raster.rect(2.5, 1, 2, 3, "#0000ff")
+    red = 255 - raster.pixels[:, :, 0]
+    assert red[1:4, 2:5].tolist() == [[127.5, 255, 127.5]] * 3 and red.sum() == 6 * 255
+    raster = Raster(20, 12, 1)
+    raster.text(1, 9, "T", 11, "#000000", "start", False)
+    ink = raster.pixels[:, :, 0] == 0
+    assert np.argwhere(ink).min(0).tolist() == [2, 1] and np.argwhere(ink).max(0).tolist() == [8, 5]
+    assert ink[2, 1:6].all() and ink[2:9, 3].all() and ink.sum() == 5 + 6 + 2  # its serifs hang one pixel
+    raster = Raster(20, 12, 1)
+    raster.triangle(10, 10, 8, "#000000")
+    widths = (raster.pixels[:, :, 0] < 128).sum(1)
+    assert widths[2] >= 7 and widths[9] <= 2 and (np.diff(widths[2:10]) <= 0).all() and not widths[:2].any()
+    for x, y in ((-5, -5), (18, 11), (40, 40)):  # what lies outside is cut off
+        raster.rect(x, y, 10, 10, "#123456", True)
+        raster.text(x, y, "no \u00e9", 12, "#123456", "middle", True)
 
 
 def test_wrong_pictures_are_refused(tmp_path):
