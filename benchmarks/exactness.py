@@ -6,7 +6,8 @@
 
 Four ranks run it on CPUs; smaller CP sizes use the first ranks. The flat rows of a (model, loss, precision) run once
 and are compared with every tree run, so it takes minutes, not hours. `python -m cp_engine verify` is the same code.
-Every result is appended to a file at once; `page` writes docs/exactness.md from it.
+Every result is appended to a file at once, and what is there already is not run again; `page` writes docs/exactness.md
+from it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cp_engine.verify.run import VerifyOptions, run_flat, verify_tree
 RESULTS = Path(__file__).parent / "exactness.jsonl"
 PAGE = Path(__file__).parent.parent / "docs" / "exactness.md"
 MODELS = ("tiny-qwen3", "tiny-qwen3.5")
+LOSSES = ("sft", "grpo")
 # Exchanges that each CP size can run: the presets' 8 query heads do not divide by 3.
 ALL = ("gather", "ring", "ulysses")
 EXCHANGES = {1: ALL[:2], 2: ALL, 3: ALL[:2], 4: ALL}
@@ -46,13 +48,17 @@ def run(args, ranks: Ranks, groups: list[Ranks | None]) -> bool:
     rollouts = read_rollouts(args.rollouts, limit=args.limit, limit_per_group=args.limit_per_group)
     selection = f"--limit {args.limit}" if args.limit else f"--limit-per-group {args.limit_per_group}"
     cores, ok = os.cpu_count() or 1, True
-    for model, loss in itertools.product(MODELS, ("sft", "grpo")):
+    done = {case_of(r) for r in read_results(args.out) if r["selection"] == selection and r["ok"]}
+    for model, loss in itertools.product(args.model or MODELS, args.loss or LOSSES):
         # Each loss is verified with another aggregation and temperature, so that both are covered.
         extra = {"aggregation": "seq-mean-token-mean", "temperature": 0.7} if loss == "grpo" else {}
         chosen = {"model": model, "dtype": args.dtype, "loss": loss, **extra}
+        wanted = [c for c in cases(ranks.world, model) if (model, args.dtype, loss, *c) not in done]
+        if not wanted:
+            continue
         torch.set_num_threads(max(1, cores // ranks.world))
         flat = run_flat(rollouts, VerifyOptions(**chosen), ranks)
-        for cp, exchange, gdn in cases(ranks.world, model):
+        for cp, exchange, gdn in wanted:
             torch.set_num_threads(max(1, cores // cp))
             if groups[cp] is not None:
                 options = VerifyOptions(exchange=exchange, gdn_exchange=gdn, **chosen)
@@ -62,6 +68,14 @@ def run(args, ranks: Ranks, groups: list[Ranks | None]) -> bool:
                     append(args.out, selection, result)
             dist.barrier()
     return ok
+
+
+def case_of(row: dict) -> tuple:
+    return tuple(row[k] for k in ("model", "dtype", "loss_name", "cp", "exchange", "gdn_exchange"))
+
+
+def read_results(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def append(out: Path, selection: str, result: dict) -> None:
@@ -132,11 +146,13 @@ def main() -> None:
     selection.add_argument("--limit", type=int)
     selection.add_argument("--limit-per-group", type=int)
     measure.add_argument("--dtype", choices=("float64", "float32"), required=True)
+    measure.add_argument("--model", choices=MODELS, action="append", help="only these (default: all)")
+    measure.add_argument("--loss", choices=LOSSES, action="append", help="only these (default: all)")
     measure.add_argument("--out", type=Path, default=RESULTS)
     commands.add_parser("page")
     args = parser.parse_args()
     if args.command == "page":
-        PAGE.write_text(page([json.loads(line) for line in RESULTS.read_text().splitlines()]))
+        PAGE.write_text(page(read_results(RESULTS)))
         return
     ranks = join_ranks()
     groups: list[Ranks | None] = [None]

@@ -40,8 +40,10 @@ class DataConfig(_Section):
 class ParallelConfig(_Section):
     cp: int = Field(1, ge=1)
     """Context-parallel ranks; equals the number of rank processes."""
-    exchange: Literal["gather", "ring", "ulysses"] = "gather"
-    """How softmax attention crosses ranks."""
+    layout: Literal["balanced", "contiguous"] = "balanced"
+    """Which rank owns which tokens: by predicted step time, or equal ranges of the depth-first order."""
+    exchange: Literal["auto", "gather", "ring", "ulysses"] = "auto"
+    """How softmax attention crosses ranks; auto takes the one predicted fastest for each pack."""
     gdn_exchange: Literal["affine", "ulysses"] = "affine"
     """How Gated DeltaNet states cross ranks."""
     timeout_s: int = Field(600, ge=1)

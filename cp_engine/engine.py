@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,18 +18,13 @@ from cp_engine.distributed.gradients import clip_gradients, sum_gradients
 from cp_engine.distributed.ranks import Ranks, join_ranks
 from cp_engine.metrics import StepMeter
 from cp_engine.models.load import load_model, prepare_for_trees, save_model
+from cp_engine.models.shape import conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import device_pack
+from cp_engine.placement import place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
 from cp_engine.sharding.exchange.rows import accumulation_dtype
-from cp_engine.step import StepData, pack_loss, plan_pack, prepare_step
-
-
-def conv_width(hf_config) -> int | None:
-    """Taps of the model's GDN convolution; None for a model without GDN layers."""
-    if "linear_attention" not in (getattr(hf_config, "layer_types", None) or []):
-        return None
-    return hf_config.linear_conv_kernel_dim
+from cp_engine.step import StepData, pack_loss, prepare_step
 
 
 class Engine:
@@ -61,6 +57,7 @@ class Engine:
             device=self.ranks.device,
         )
         self.conv_width = conv_width(hf_model.config)
+        self.shape = model_shape(hf_model.config, self.dtype.itemsize)
         prepare_for_trees(hf_model)
         self.model = TreeCausalLM(hf_model).train()
         optimizer = config.optimizer
@@ -84,6 +81,7 @@ class Engine:
         Raises:
             ValueError: for rollouts that the loss cannot use, a rollout over the pack budget, or ranks that were
                 given different rollouts (raised on every rank).
+            RuntimeError: when a gradient is not finite; the weights are unchanged.
         """
         started = time.perf_counter()
         check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
@@ -93,6 +91,10 @@ class Engine:
         meter = StepMeter(step, self.ranks)
         self.accumulate_gradients(step, meter)
         norm = clip_gradients(self.model, self.config.optimizer.max_grad_norm)
+        if not math.isfinite(norm):  # the same on every rank, since gradients are summed
+            raise RuntimeError(
+                f"the gradient norm of step {self.steps_done + 1} is {norm}; the weights are those from before it"
+            )
         self.optimizer.step()
         self.steps_done += 1
         return meter.summary(self.steps_done, norm, time.perf_counter() - started)
@@ -102,14 +104,15 @@ class Engine:
         accumulate = accumulation_dtype(self.dtype)
         for pack in step.packs:
             planning = time.perf_counter()
-            plan = plan_pack(pack, self.ranks.rank, self.config.parallel, self.conv_width)
+            placed = place_pack(pack, self.config.parallel, self.shape)
+            plan = plan_rank(placed, self.ranks.rank, self.config.parallel.gdn_exchange, self.conv_width)
             require_equal_digests(plan.digest, "pack plan", self.ranks)
             on_device = device_pack(plan, self.ranks.group, self.ranks.device)
             plan_seconds = time.perf_counter() - planning
             result = pack_loss(self.model, on_device, step, pack, self.config.loss, accumulate)
             result.loss.backward()
             if meter is not None:
-                meter.add(pack, plan, result, plan_seconds)
+                meter.add(placed, plan, result, plan_seconds)
         sum_gradients(self.model, self.ranks)
 
     def save(self, path: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from cp_engine.distributed.ranks import Ranks
-from cp_engine.sharding.layout import contiguous_layout, rank_pairs
-from cp_engine.sharding.packing import Pack
+from cp_engine.placement import PlacedPack
+from cp_engine.sharding.layout import rank_pairs
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData
 
@@ -27,8 +28,9 @@ class StepMeter:
         self.tokens = np.zeros(2)  # sum over packs of the largest and of the mean rank
         self.pairs = np.zeros(2)
         self.plan_seconds = 0.0
+        self.exchanges: set[str] = set()
 
-    def add(self, pack: Pack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
+    def add(self, placed: PlacedPack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
         occurrence = result.occurrence
         self.sums += torch.stack(
             [
@@ -39,9 +41,10 @@ class StepMeter:
                 torch.tensor(float(plan.loss.occurrences), dtype=torch.float64, device=self.sums.device),
             ]
         )
-        layout = contiguous_layout(pack.forest, plan.world)
-        for totals, per_rank in ((self.tokens, layout.rank_token_count), (self.pairs, rank_pairs(pack.forest, layout))):
+        forest, layout = placed.pack.forest, placed.layout
+        for totals, per_rank in ((self.tokens, layout.rank_token_count), (self.pairs, rank_pairs(forest, layout))):
             totals += (per_rank.max(), per_rank.mean())
+        self.exchanges.add(placed.exchange)
         self.plan_seconds += plan_seconds
 
     def summary(self, step: int, grad_norm: float, seconds: float) -> dict[str, Any]:
@@ -57,6 +60,7 @@ class StepMeter:
             "clipped_low": low / occurrences,
             "occurrences": int(occurrences),
             "packs": len(self.step.packs),
+            "exchange": "+".join(sorted(self.exchanges)),
             "tree_tokens": self.step.tree_tokens,
             "flat_tokens": self.step.flat_tokens,
             "tree_tokens_per_s": self.step.tree_tokens / seconds,
@@ -68,6 +72,12 @@ class StepMeter:
         }
 
 
+def strict_json(figures: dict[str, Any]) -> str:
+    """One line of JSON; a number that is not finite becomes null, which JSON has and NaN it has not."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+    return json.dumps(finite, allow_nan=False)
+
+
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, flushed at once so that a run can be watched."""
 
@@ -76,7 +86,7 @@ class MetricsFile:
         self.path, self.file = path, path.open("w")
 
     def write(self, metrics: dict[str, Any]) -> None:
-        self.file.write(json.dumps(metrics) + "\n")
+        self.file.write(strict_json(metrics) + "\n")
         self.file.flush()
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """From the rollouts of one optimizer step to the loss of each pack.
 
-The host side (`prepare_step`, `plan_pack`) is numpy and equal on every rank; `pack_loss` runs one pack through the
-model. Shapes: R rollouts of the step, N flat tokens, O occurrences of this rank in a pack.
+`prepare_step` is numpy and equal on every rank; `pack_loss` runs one pack through the model.
+
+Shapes: R rollouts of the step, N flat tokens, O occurrences of this rank in a pack.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cp_engine.config import LossConfig, PackingConfig, ParallelConfig
+from cp_engine.config import LossConfig, PackingConfig
 from cp_engine.losses.policy import OccurrenceLoss, OccurrenceValues, grpo_loss, sft_loss
 from cp_engine.losses.weights import group_advantages, rollout_weights
 from cp_engine.pack import DevicePack
 from cp_engine.rollouts import FlatRollouts, Rollout, flatten_rollouts
-from cp_engine.sharding.layout import contiguous_layout
 from cp_engine.sharding.packing import Pack, pack_rollouts
-from cp_engine.sharding.plan import ShardPlan, shard_plan
+from cp_engine.sharding.plan import ShardPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,19 +135,6 @@ def _require_logprobs(rollouts: Sequence[Rollout], step: StepData, counted: np.n
             )
 
 
-def plan_pack(pack: Pack, rank: int, parallel: ParallelConfig, conv_width: int | None) -> ShardPlan:
-    """This rank's plan of one pack."""
-    return shard_plan(
-        pack.forest,
-        contiguous_layout(pack.forest, parallel.cp),
-        rank,
-        pack.loss_mask,
-        exchange=parallel.exchange,
-        gdn_exchange=parallel.gdn_exchange,
-        conv_width=conv_width,
-    )
-
-
 @dataclass(frozen=True)
 class PackLoss:
     """A pack's part of the step's loss on this rank: the sum over packs and ranks is the loss of the step."""
@@ -172,7 +159,8 @@ def pack_loss(
     def on_device(values: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype, device=edge_logprob.device)
 
-    log_prob = edge_logprob[device_pack.occurrence_edge]
+    # index_select, since its gradient adds an edge's occurrences in a fixed order on CPUs.
+    log_prob = edge_logprob.index_select(0, device_pack.occurrence_edge)
     if loss.name == "sft":
         result = sft_loss(log_prob)
     else:

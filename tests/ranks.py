@@ -1,7 +1,7 @@
 """Rank processes for tests: started once per world size, reused by every test.
 
-`run_ranks(3, fn, *args)` calls ``fn(*args)`` on three gloo ranks and returns their results in rank order. ``fn`` must be
-a module-level function. A rank that raises fails the test with its traceback; the pool is then replaced.
+`run_ranks(3, fn, *args)` calls ``fn(*args)`` on three gloo ranks and returns their results in rank order. ``fn`` must
+be a module-level function. A rank that raises fails the test with its traceback; the pool is then replaced.
 """
 
 from __future__ import annotations

@@ -90,3 +90,14 @@ def test_rollouts_that_do_not_fit_are_refused_before_the_step():
     with pytest.raises(ValueError, match="expected at most 4 tokens, the pack budget"):
         engine.train_step([Rollout(input_ids=[1] * 5, **(fields | {"loss_mask": [1] * 5}))])
     assert engine.steps_done == 0
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
+    engine = Engine(config(1, loss={"name": "sft"}), this_rank())
+    with torch.no_grad():
+        engine.model.causal_lm.lm_head.weight[0, 0] = float("nan")
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    with pytest.raises(RuntimeError, match="the gradient norm of step 1 is nan; the weights are those from before it"):
+        engine.train_step(read_rollouts(SAMPLE, limit=4))
+    assert engine.steps_done == 0
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, engine.model.parameters(), strict=True))

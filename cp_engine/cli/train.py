@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         writer.close()
         console.print(f"weights: {out / 'final'}   metrics: {out / 'metrics.jsonl'}")
         if args.json:
-            print(json.dumps(metrics), flush=True)
+            from cp_engine.metrics import strict_json
+
+            print(strict_json(metrics), flush=True)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from cp_engine.rollouts import read_rollouts
 
@@ -13,7 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rollouts", required=True, help="JSONL or JSONL.gz file (docs/rollouts.md)")
     add("--model", required=True, help="a preset (tiny-qwen3, tiny-qwen3.5) or a local Hugging Face folder")
     add("--cp", type=int, help="context-parallel ranks (default: those of torchrun, else 1)")
-    add("--exchange", default="gather", choices=("gather", "ring", "ulysses"), help="attention exchange")
+    add("--layout", default="balanced", choices=("balanced", "contiguous"), help="which rank owns which tokens")
+    add("--exchange", default="auto", choices=("auto", "gather", "ring", "ulysses"), help="attention exchange")
     add("--gdn-exchange", default="affine", choices=("affine", "ulysses"), help="GDN state exchange")
     add("--dtype", default="float64", choices=("float64", "float32"))
     add("--loss", default="sft", choices=("sft", "grpo"))
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     full = 1 + max(int(r.input_ids.max()) for r in rollouts) if args.vocab == "full" else None
     options = VerifyOptions(
         model=args.model,
+        layout=args.layout,
         exchange=args.exchange,
         gdn_exchange=args.gdn_exchange,
         dtype=args.dtype,
@@ -77,9 +78,11 @@ def _print(result: dict, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from cp_engine.metrics import strict_json
+
     table = Table(title="tree engine against flat rows", show_header=False)
     for name, value in result.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console(stderr=as_json).print(table)
     if as_json:
-        print(json.dumps(result), flush=True)
+        print(strict_json(result), flush=True)

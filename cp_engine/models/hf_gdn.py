@@ -31,8 +31,8 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
     """``Qwen3_5GatedDeltaNet.forward`` with convolution and recurrence along the tree.
 
     Only what both supported versions of `transformers` name alike is used: the projections and the norm (called as
-    modules), ``conv1d.weight``, ``A_log`` and ``dt_bias``. ``g = -exp(A_log) * softplus(a + dt_bias)`` in the
-    accumulation dtype and ``beta = sigmoid(b)``, as there.
+    modules), ``conv1d.weight``, ``A_log`` and ``dt_bias``. ``g = -exp(A_log) * softplus(a + dt_bias)`` in
+    float32 and ``beta = sigmoid(b)``, as there.
 
     Args:
         hidden_states: [1, n, C].

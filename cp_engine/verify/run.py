@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cp_engine.config import Config, LossConfig
+from cp_engine.config import Config, LossConfig, parse_config
 from cp_engine.distributed.gradients import sum_gradients
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
@@ -19,8 +19,9 @@ from cp_engine.models.cpu import make_cpu_runnable
 from cp_engine.models.load import load_model
 from cp_engine.models.precision import keep_float64
 from cp_engine.models.presets import PRESETS, state_half_life
+from cp_engine.models.support import check_supported
+from cp_engine.placement import PlacedPack
 from cp_engine.rollouts import Rollout
-from cp_engine.sharding.packing import Pack
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData, prepare_step
 from cp_engine.verify.compare import gradient_error
@@ -36,6 +37,7 @@ class VerifyOptions:
     model: str
     exchange: str = "gather"
     gdn_exchange: str = "affine"
+    layout: str = "balanced"
     dtype: str = "float64"
     loss: str = "sft"
     aggregation: str = "token-mean"
@@ -49,10 +51,15 @@ class VerifyOptions:
     def config(self, cp: int, vocab_size: int | None) -> Config:
         # The KL and the sampler correction are switched on so that ref and sampler log-probs are verified too.
         policy = {"kl_coef": 0.05, "sampler_cap": 1.5} if self.loss != "sft" else {}
-        return Config.model_validate(
+        return parse_config(
             {
                 "model": {"path": self.model, "vocab_size": vocab_size, "seed": self.seed},
-                "parallel": {"cp": cp, "exchange": self.exchange, "gdn_exchange": self.gdn_exchange},
+                "parallel": {
+                    "cp": cp,
+                    "layout": self.layout,
+                    "exchange": self.exchange,
+                    "gdn_exchange": self.gdn_exchange,
+                },
                 "packing": {"share": self.share, "max_pack_tokens": self.max_pack_tokens},
                 "loss": {
                     "name": self.loss,
@@ -61,7 +68,8 @@ class VerifyOptions:
                     **policy,
                 },
                 "dtype": self.dtype,
-            }
+            },
+            "verify",
         )
 
 
@@ -74,8 +82,8 @@ class _Collector:
         self.seen = np.zeros(len(step.flat.token))
         self.loss = self.edges = self.high = self.low = 0.0
 
-    def add(self, pack: Pack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
-        index = self.step.occurrence_index(pack, plan)
+    def add(self, placed: PlacedPack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
+        index = self.step.occurrence_index(placed.pack, plan)
         self.log_prob[index] = result.log_prob.double().cpu().numpy()
         self.seen[index] += 1
         self.loss += float(result.loss.detach())
@@ -119,6 +127,7 @@ def run_flat(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> F
     with _precision(options):
         dtype = getattr(torch, options.dtype)
         model = load_model(options.model, dtype, vocab_size=vocab_size, seed=options.seed, device=ranks.device).train()
+        check_supported(model.config)  # before minutes of flat rows
         make_cpu_runnable(model)
         rows = spread_rows(np.diff(step.flat.row_start), ranks.world)[ranks.rank]
         log_prob, loss = run_rows(model, step, rows, config.loss, drawn, ranks.device)
@@ -223,6 +232,7 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         "model": options.model,
         "exchange": options.exchange,
         "gdn_exchange": options.gdn_exchange,
+        "layout": options.layout,
         "dtype": options.dtype,
         "loss_name": options.loss,
         "tree_seconds": seconds,

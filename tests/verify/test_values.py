@@ -1,8 +1,11 @@
 """The drawn values of a policy loss, and how errors are measured."""
 
+import json
+
 import numpy as np
 import torch
 
+from cp_engine.metrics import strict_json
 from cp_engine.verify.compare import gradient_error
 from cp_engine.verify.flat import spread_rows
 from cp_engine.verify.values import draw_values
@@ -58,3 +61,8 @@ def test_rows_are_spread_once_each_and_evenly():
         frozenset({2}),
         frozenset({4}),
     }
+
+
+def test_figures_that_are_not_finite_are_null_in_json():
+    text = strict_json({"loss": float("nan"), "max_grad_err": float("inf"), "edges": 3, "worst_tensor": "w"})
+    assert json.loads(text) == {"loss": None, "max_grad_err": None, "edges": 3, "worst_tensor": "w"}

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import cp_engine.kernels.gdn.state_pass as state_pass
 import cp_engine.models.tree_causal_lm as tree_causal_lm
+import cp_engine.placement as placement
 import cp_engine.sharding.exchange.gather as gather
 import cp_engine.sharding.exchange.ulysses as ulysses
-import cp_engine.step as step_module
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.rollouts import Rollout, read_rollouts
 from cp_engine.verify.run import VerifyOptions, run_flat, verify, verify_tree
@@ -112,7 +112,9 @@ def verify_small_forests(model: str, layouts: bool) -> dict:
         for seed, (exchange, gdn) in enumerate(combinations(model, ranks.world)):
             options = VerifyOptions(model=model, loss="grpo", exchange=exchange, gdn_exchange=gdn)
             drawn = mock.patch.object(
-                step_module, "contiguous_layout", lambda forest, world, s=seed: random_layout(forest, s, world)
+                placement,
+                "choose_layout",
+                lambda forest, parallel, shape, s=seed: (forest, random_layout(forest, s, parallel.cp)),
             )
             with drawn if layouts else contextlib.nullcontext():
                 results[name, exchange, gdn] = verify_tree(flat, options, ranks)
