@@ -18,8 +18,6 @@ MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn}
 # Below so many visible keys of a row, mean over the rows, segments are short: `triton` covers them with fewer tiles
 # (game24_tree has 457 and runs faster there).
 FEW_KEYS = 700
-# cuDNN's backward at head size 256 is the slower one.
-TRITON_BACKWARD_SIZES = (256,)
 
 
 def forward(
@@ -58,8 +56,7 @@ def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
     elif why["triton"] is None:
         name = "triton"
     if name == "cudnn" and why["triton"] is None:
-        slow_backward = step == "backward" and q.shape[2] in TRITON_BACKWARD_SIZES
-        if slow_backward or intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
+        if intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
             name = "triton"
     _log_once(step, name, str(q.dtype), q.shape[2], why["cudnn"], why["triton"])
     return name
