@@ -4,7 +4,7 @@
         --rollouts ../shared/data/tokens/mini.jsonl --limit 24 --dtype float64 --out benchmarks/exactness.jsonl
     python -m benchmarks.exactness page
 
-Four ranks run it on CPUs; smaller CP sizes use the first ranks. The flat rows of a (model, loss, precision) run once
+It runs on CPU ranks; smaller CP sizes use the first of them. The flat rows of a (model, loss, precision) run once
 and are compared with every tree run, so it takes minutes, not hours. `python -m cp_engine verify` is the same code.
 Every result is appended to a file at once, and what is there already is not run again; `page` writes docs/exactness.md
 from it.
@@ -32,15 +32,18 @@ RESULTS = Path(__file__).parent / "exactness.jsonl"
 PAGE = Path(__file__).parent.parent / "docs" / "exactness.md"
 MODELS = ("tiny-qwen3", "tiny-qwen3.5")
 LOSSES = ("sft", "grpo")
-# Exchanges that each CP size can run: the presets' 8 query heads do not divide by 3.
-ALL = ("gather", "ring", "ulysses")
-EXCHANGES = {1: ALL[:2], 2: ALL, 3: ALL[:2], 4: ALL}
+QUERY_HEADS = 8  # of the presets; ulysses deals them to the ranks
 
 
-def cases(world: int, model: str):
-    for cp in range(1, world + 1):
-        gdn = ("affine", "ulysses") if model == "tiny-qwen3.5" and "ulysses" in EXCHANGES[cp] else ("affine",)
-        yield from ((cp, exchange, g) for exchange, g in itertools.product(EXCHANGES[cp], gdn))
+def exchanges(cp: int) -> tuple[str, ...]:
+    return ("gather", "ring", "ulysses") if cp > 1 and QUERY_HEADS % cp == 0 else ("gather", "ring")
+
+
+def cases(sizes: list[int], model: str):
+    """All (cp, exchange, gdn_exchange) of a model."""
+    for cp in sizes:
+        gdn = ("affine", "ulysses") if model == "tiny-qwen3.5" and "ulysses" in exchanges(cp) else ("affine",)
+        yield from ((cp, exchange, g) for exchange, g in itertools.product(exchanges(cp), gdn))
 
 
 def run(args, ranks: Ranks, groups: list[Ranks | None]) -> bool:
@@ -48,12 +51,13 @@ def run(args, ranks: Ranks, groups: list[Ranks | None]) -> bool:
     rollouts = read_rollouts(args.rollouts, limit=args.limit, limit_per_group=args.limit_per_group)
     selection = f"--limit {args.limit}" if args.limit else f"--limit-per-group {args.limit_per_group}"
     cores, ok = os.cpu_count() or 1, True
-    done = {case_of(r) for r in read_results(args.out) if r["selection"] == selection and r["ok"]}
+    same = {"selection": selection, "layout": args.layout, "ok": True}
+    done = {case_of(r) for r in read_results(args.out) if same.items() <= r.items()}
     for model, loss in itertools.product(args.model or MODELS, args.loss or LOSSES):
         # Each loss is verified with another aggregation and temperature, so that both are covered.
         extra = {"aggregation": "seq-mean-token-mean", "temperature": 0.7} if loss == "grpo" else {}
-        chosen = {"model": model, "dtype": args.dtype, "loss": loss, **extra}
-        wanted = [c for c in cases(ranks.world, model) if (model, args.dtype, loss, *c) not in done]
+        chosen = {"model": model, "dtype": args.dtype, "loss": loss, "layout": args.layout, **extra}
+        wanted = [c for c in cases(args.cp, model) if (model, args.dtype, loss, *c) not in done]
         if not wanted:
             continue
         torch.set_num_threads(max(1, cores // ranks.world))
@@ -94,26 +98,25 @@ def append(out: Path, selection: str, result: dict) -> None:
 INTRODUCTION = """# Exactness on real rollouts
 
 The tree engine against every rollout run alone through the unmodified `transformers` model, on rollouts of the real
-agent sets (`mini.jsonl`). Each row holds the largest error over all CP sizes and exchanges ({runs}; on the hybrid each
-with `gdn_exchange` affine, and ulysses too at cp 2 and 4). Log-probs: absolute error. Gradients: max norm of the worst
-parameter over max(its own maximum, 1e-3 × the model's largest gradient). GRPO rows use seq-mean-token-mean and
-temperature 0.7.
+agent sets (`mini.jsonl`). Each row holds the largest error over all its runs: every CP size with the exchanges gather,
+ring and, where the 8 query heads divide by the ranks, ulysses; on the hybrid each of them with `gdn_exchange` affine
+and, there too, ulysses. Log-probs: absolute error. Gradients: max norm of the worst parameter over max(its own maximum,
+1e-3 × the model's largest gradient). GRPO rows use seq-mean-token-mean and temperature 0.7.
 
 Written by `python -m benchmarks.exactness page` from `benchmarks/exactness.jsonl`; the module's docstring has the
 command that measures. gloo ranks on CPUs; {versions}.
 
-| rollouts | model | dtype | loss | tree / flat tokens | edges / occurrences | clipped above / below | runs ok \
-| bound | log-prob | loss | gradient | worst run, tensor |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| rollouts | layout | model | dtype | loss | cp | tree / flat tokens | edges / occurrences | clipped above / below \
+| runs ok | bound | log-prob | loss | gradient | worst run, tensor |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def page(results: list[dict]) -> str:
     """The page of all results: one row per (selection, model, dtype, loss)."""
-    runs = "; ".join(f"cp {cp}: {', '.join(exchanges)}" for cp, exchanges in EXCHANGES.items())
     versions = "; ".join(sorted({f"{r['versions']} ({r['date']})" for r in results}))
-    text = INTRODUCTION.format(runs=runs, versions=versions)
-    key = ("selection", "model", "dtype", "loss_name")
+    text = INTRODUCTION.format(versions=versions)
+    key = ("selection", "layout", "model", "dtype", "loss_name")
     rows: dict[tuple, dict[tuple, dict]] = {}
     for result in results:  # a run that was repeated counts once, with its last result
         case = (result["cp"], result["exchange"], result["gdn_exchange"])
@@ -127,6 +130,7 @@ def _cells(rows: list[dict]) -> list[str]:
     worst = max(rows, key=lambda r: r["max_grad_err"])
     clipped = "–" if worst["loss_name"] == "sft" else f"{worst['clipped_high']:.2f} / {worst['clipped_low']:.2f}"
     return [
+        ", ".join(map(str, sorted({r["cp"] for r in rows}))),
         f"{worst['tree_tokens']:,} / {worst['flat_tokens']:,}",
         f"{worst['edges']:,} / {worst['occurrences']:,}",
         clipped,
@@ -148,6 +152,8 @@ def main() -> None:
     measure.add_argument("--dtype", choices=("float64", "float32"), required=True)
     measure.add_argument("--model", choices=MODELS, action="append", help="only these (default: all)")
     measure.add_argument("--loss", choices=LOSSES, action="append", help="only these (default: all)")
+    measure.add_argument("--layout", choices=("contiguous", "balanced"), default="balanced")
+    measure.add_argument("--cp", type=int, nargs="+", default=[1, 2, 3, 4], help="CP sizes, at most the ranks started")
     measure.add_argument("--out", type=Path, default=RESULTS)
     commands.add_parser("page")
     args = parser.parse_args()

@@ -100,4 +100,5 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     with pytest.raises(RuntimeError, match="the gradient norm of step 1 is nan; the weights are those from before it"):
         engine.train_step(read_rollouts(SAMPLE, limit=4))
     assert engine.steps_done == 0
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, engine.model.parameters(), strict=True))
+    after = engine.model.parameters()
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
