@@ -74,14 +74,17 @@ def plan_digest(forest: Forest, layout: Layout, loss_mask, exchange, gdn_exchang
     """Hash of everything that every rank's plan is computed from."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((layout.world, exchange, gdn_exchange, conv_width)).encode())
+    loss_mask = np.asarray(loss_mask, bool)
+    # The two long arrays in few bytes: ids are below 2**32, and hashing is a good part of planning.
     arrays = (
-        forest.token,
+        forest.token.astype(np.uint32),
         forest.segment_start,
         forest.parent,
         forest.end_segment,
         layout.piece_start,
         layout.piece_rank,
-        np.asarray(loss_mask, bool),
+        np.array([len(loss_mask)]),
+        np.packbits(loss_mask),
     )
     for array in arrays:
         digest.update(str(len(array)).encode())

@@ -77,6 +77,23 @@ def test_split_returns_distinct_splits_best_first():
     assert np.array_equal(alone[0].start, found[0][0].start)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_split_keeps_to_the_most_pieces(seed):
+    forest = star(600 + 50 * seed, 9, 200)
+    survey, tokens = Survey(forest), forest.tokens
+    cuts = np.sort(np.random.default_rng(seed).choice(tokens, 8, replace=False))
+    pieces = Pieces(cuts[0::2], cuts[1::2])
+    cap = forest.tree_pairs
+    for most in (1, 5, 6, 7):
+        found = split(survey, pieces, pieces.tokens // 2, (1, 1), PRICES, cap, best=4, most_pieces=most)
+        assert all(len(a.start) + len(b.start) <= most for a, b in found)
+        assert bool(found) == (most >= 5)  # one cut at the start of a piece, one through another
+        for a, b in found:
+            assert a.tokens == pieces.tokens // 2
+            together = join([a, b])
+            assert np.array_equal(together.start, pieces.start) and np.array_equal(together.end, pieces.end)
+
+
 def test_join_and_layout_of():
     def pieces(*ranges):
         return Pieces(*(np.array(side) for side in zip(*ranges, strict=True)))

@@ -19,6 +19,7 @@ from cp_engine.sharding.measure import Figures, Survey, measure
 from cp_engine.sharding.packing import pack_rollouts
 from cp_engine.sharding.plan import shard_plan
 from cp_engine.sharding.search import TOKEN_SPREAD, balanced_layout
+from cp_engine.sharding.simple_layouts import snake_layout, zigzag_layout
 from cp_engine.sharding.zones import trunk_ends
 from tests.forests import Rows, chain_forest, comb_rows, random_variety
 from tests.sharding.test_cost import star
@@ -228,6 +229,14 @@ def test_children_of_a_shared_trunk_are_dealt_too(seed):
 def under_a_trunk(rows: Rows) -> Rows:
     """All rows behind one prompt: a forest of one tree."""
     return Rows([[7] * 40 + [group, *row] for row, group in zip(rows.rows, rows.groups, strict=True)], rows.groups)
+
+
+def test_the_layouts_of_other_engines():
+    zigzag = zigzag_layout(24, 3)
+    assert zigzag.piece_start.tolist() == [0, 4, 8, 16, 20, 24] and zigzag.piece_rank.tolist() == [0, 1, 2, 1, 0]
+    # On a chain later chunks hold more pairs: rank 0 gets the last of five, the ranks then take turns to and fro.
+    snake = snake_layout(Survey(chain_forest(5 * 128)), 2)
+    assert snake.piece_start.tolist() == [0, 256, 512, 640] and snake.piece_rank.tolist() == [0, 1, 0]
 
 
 def test_snapped_cuts_stay_near_equal_tokens():
