@@ -128,8 +128,9 @@ class Predictor:
         far = np.where(_crosses(machine, self.placement.world), self.rows, 0)
         if far.any():
             near = self.rows - far
-            dearer = [far.sum(axis) * machine.between_mib // max(1, costs.pull_mib) for axis in (1, 0)]
-            rows_in, rows_out = (np.maximum(near.sum(axis), dearer[1 - axis]) for axis in (1, 0))
+            near_mib = max(1, costs.pull_mib)  # links that cost nothing have a price of 0
+            rows_in = np.maximum(near.sum(1), far.sum(1) * machine.between_mib // near_mib)
+            rows_out = np.maximum(near.sum(0), far.sum(0) * machine.between_mib // near_mib)
             peers = int(max((far > 0).sum(0).max(), (far > 0).sum(1).max()))
             latency = max(costs.pull_latency, machine.between_latency + machine.peer_latency * peers)
             figures, costs = replace(figures, rows_in=rows_in, rows_out=rows_out), replace(costs, pull_latency=latency)
