@@ -15,8 +15,8 @@ from cp_engine.kernels.attention.intervals import Intervals
 
 _LOG = logging.getLogger(__name__)
 MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn}
-# Below so many visible keys of a row, mean over the rows, segments are short: `triton` covers them with fewer tiles
-# (game24_tree has 457 and runs faster there).
+# Below so many visible keys of a row, mean over the rows, segments are short: the tiles of `triton` cover them with
+# fewer pairs, and its backward is faster (game24_tree has 457 keys a row).
 FEW_KEYS = 700
 
 
@@ -56,7 +56,7 @@ def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
     elif why["triton"] is None:
         name = "triton"
     if name == "cudnn" and why["triton"] is None:
-        if intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
+        if step == "backward" and intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
             name = "triton"
     _log_once(step, name, str(q.dtype), q.shape[2], why["cudnn"], why["triton"])
     return name
