@@ -55,6 +55,9 @@ class PackingConfig(_Section):
     """Share prefixes over the whole step, or only inside a group."""
     max_pack_tokens: int | None = Field(None, ge=2)
     """Tree tokens that go through the model at once, over all ranks; null puts the whole step into one pack."""
+    share_or_replay: bool = False
+    """Copy a short shared run for each of its branches where the cost model predicts that sharing it costs more (many
+    branches of few tokens). Its prices are those of an H200, so it is off where nobody asked for it."""
 
 
 class LossConfig(_Section):

@@ -85,7 +85,7 @@ class Engine:
         """
         started = time.perf_counter()
         check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
-        step = prepare_step(rollouts, self.config.packing, self.config.loss)
+        step = prepare_step(rollouts, self.config.packing, self.config.loss, self.shape)
         require_equal_digests(step.digest(), "step", self.ranks)
         self.optimizer.zero_grad(set_to_none=True)
         meter = StepMeter(step, self.ranks)

@@ -19,8 +19,10 @@ from cp_engine.losses.policy import OccurrenceLoss, OccurrenceValues, grpo_loss,
 from cp_engine.losses.weights import group_advantages, rollout_weights
 from cp_engine.pack import DevicePack
 from cp_engine.rollouts import FlatRollouts, Rollout, flatten_rollouts
+from cp_engine.sharding.cost import ModelShape
 from cp_engine.sharding.packing import Pack, pack_rollouts
 from cp_engine.sharding.plan import ShardPlan
+from cp_engine.sharding.replay import run_prices
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +61,13 @@ class StepData:
         return digest.hexdigest()
 
 
-def prepare_step(rollouts: Sequence[Rollout], packing: PackingConfig, loss: LossConfig) -> StepData:
+def prepare_step(
+    rollouts: Sequence[Rollout], packing: PackingConfig, loss: LossConfig, shape: ModelShape | None = None
+) -> StepData:
     """Flatten, weigh and pack the rollouts of a step.
+
+    Args:
+        shape: of the model, for the prices of ``packing.share_or_replay``.
 
     Raises:
         ValueError: for rollouts that the loss cannot use (no reward and no advantage, missing log-probs), a step
@@ -79,6 +86,7 @@ def prepare_step(rollouts: Sequence[Rollout], packing: PackingConfig, loss: Loss
         share=packing.share,
         share_key=flat.share_key,
         max_pack_tokens=packing.max_pack_tokens,
+        run_prices=run_prices(shape) if packing.share_or_replay else None,
     )
     step = StepData(
         flat=flat,

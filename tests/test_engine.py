@@ -92,6 +92,17 @@ def test_rollouts_that_do_not_fit_are_refused_before_the_step():
     assert engine.steps_done == 0
 
 
+def test_replaying_short_runs_changes_the_packs_and_not_the_step():
+    steps = []
+    for chosen in (False, True):
+        engine = Engine(config(1, loss={"name": "sft"}, packing={"share_or_replay": chosen}), this_rank())
+        steps.append(engine.train_step(read_rollouts(SAMPLE, limit=20)))
+    shared, replayed = steps
+    assert shared["tree_tokens"] < replayed["tree_tokens"] <= replayed["flat_tokens"]
+    assert replayed["loss"] == pytest.approx(shared["loss"], rel=1e-5)
+    assert replayed["grad_norm"] == pytest.approx(shared["grad_norm"], rel=1e-4)
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     engine = Engine(config(1, loss={"name": "sft"}), this_rank())
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -18,12 +17,16 @@ from tests.verify.test_verify import sample, this_rank
 PRICES = RunPrices(token=10, pair=0, chunk=100, fragment=500)
 
 
+def replaying(*rows, **options):
+    return pack_rollouts(*rows, **{**options, "run_prices": PRICES})
+
+
 def verify_replayed(model: str, budget: int | None) -> tuple[dict, int, int]:
     ranks = this_rank()
     options = VerifyOptions(
         model=model, loss="grpo", aggregation="seq-mean-token-mean", max_pack_tokens=budget, gdn_exchange="affine"
     )
-    with mock.patch.object(step_module, "pack_rollouts", partial(pack_rollouts, run_prices=PRICES)):
+    with mock.patch.object(step_module, "pack_rollouts", replaying):
         flat = run_flat(sample(), options, ranks)
     packs = flat.step.packs
     figures = verify_tree(flat, options, ranks)

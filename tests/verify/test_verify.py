@@ -85,11 +85,12 @@ def verify_exchanges(model: str, dtype: str, loss: str, extra: dict) -> dict:
     ("dtype", "loss", "extra"),
     [
         ("float64", "sft", {}),
+        ("float64", "sft", {"max_pack_tokens": 130}),
         # Cut into packs with replayed ancestors, one trie a group, weights that differ per rollout.
         ("float64", "grpo", {"aggregation": "seq-mean-token-mean", "max_pack_tokens": 120, "share": "group"}),
         ("float32", "grpo", {"temperature": 0.7}),
     ],
-    ids=["f64-sft", "f64-grpo-packs", "f32-grpo"],
+    ids=["f64-sft", "f64-sft-packs", "f64-grpo-packs", "f32-grpo"],
 )
 def test_tree_equals_flat_rows_on_the_sample(world, model, dtype, loss, extra):
     results = on_ranks(world, verify_exchanges, model, dtype, loss, extra)
