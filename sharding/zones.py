@@ -10,14 +10,18 @@ import numpy as np
 from cp_engine.sharding.chord import Pieces, halve, join, layout_of, quotas
 from cp_engine.sharding.cost import SplitPrices
 from cp_engine.sharding.layout import Layout
-from cp_engine.sharding.measure import TILE, Survey
+from cp_engine.sharding.measure import Survey
+
+# Rows of the trunk on each rank under which a zone is not worth trying. At 512 ranks a trunk of 32,768 tokens still is:
+# dealt out, its predicted step is an eighth of what one owner's egress makes it.
+LEAST_TRUNK_ROWS = 64
 
 
 def trunk_ends(survey: Survey, world: int, most: int = 2) -> list[int]:
     """Ends of trunks worth a zone, ascending.
 
     These are the tokens at which the first tree's heavy path loses most of the tokens below it, where all that hangs
-    there is at least half of the forest and the trunk has a query tile for each rank.
+    there is at least half of the forest and each rank gets at least `LEAST_TRUNK_ROWS` of the trunk.
     """
     forest = survey.forest
     light = np.flatnonzero(forest.chain_head != 0)
@@ -27,7 +31,7 @@ def trunk_ends(survey: Survey, world: int, most: int = 2) -> list[int]:
     aside = below[:-1] - (forest.subtree_end[1:stop] - forest.segment_start[1:stop])
     end = forest.segment_start[1:stop]
     found = np.argsort(-aside, kind="stable")[:most]
-    worth = (aside[found] > 0) & (2 * below[found] >= forest.tokens) & (end[found] >= TILE * world)
+    worth = (aside[found] > 0) & (2 * below[found] >= forest.tokens) & (end[found] >= LEAST_TRUNK_ROWS * world)
     return sorted(end[found][worth].tolist())
 
 
