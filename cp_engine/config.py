@@ -44,6 +44,8 @@ class ParallelConfig(_Section):
     """Which rank owns which tokens: by predicted step time, or equal ranges of the depth-first order."""
     exchange: Literal["auto", "gather", "ring", "ulysses"] = "auto"
     """How softmax attention crosses ranks; auto takes the one predicted fastest for each pack."""
+    max_exchange_mib: int | None = Field(None, ge=1)
+    """MiB of exchange buffers that one attention layer may hold on a rank; auto takes an exchange that keeps to it."""
     gdn_exchange: Literal["affine", "ulysses"] = "affine"
     """How Gated DeltaNet states cross ranks."""
     timeout_s: int = Field(600, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cp_engine.config import ParallelConfig
-from cp_engine.sharding.cost import ModelShape
+from cp_engine.sharding.cost import MIB, ModelShape
 from cp_engine.sharding.exchange_choice import choose_exchange
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layout import Layout, contiguous_layout
@@ -26,14 +26,19 @@ class PlacedPack:
 
 
 def place_pack(pack: Pack, parallel: ParallelConfig, shape: ModelShape) -> PlacedPack:
-    """Choose the layout and the exchange of a pack."""
+    """Choose the layout and the exchange of a pack.
+
+    Raises:
+        ValueError: if no exchange keeps to ``parallel.max_exchange_mib``.
+    """
     forest, layout = choose_layout(pack.forest, parallel, shape)
     placed = replace(pack, forest=forest)
     if parallel.exchange != "auto":
         return PlacedPack(placed, layout, parallel.exchange, "set by parallel.exchange")
     if not forest.tokens:
         return PlacedPack(placed, layout, "gather", "a pack without tokens moves nothing")
-    choice = choose_exchange(Survey(forest), layout, model=shape)
+    budget = None if parallel.max_exchange_mib is None else parallel.max_exchange_mib * MIB
+    choice = choose_exchange(Survey(forest), layout, model=shape, memory_bytes=budget)
     return PlacedPack(placed, layout, choice.exchange, choice.reason)
 
 

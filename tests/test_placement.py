@@ -1,0 +1,48 @@
+"""Where packs go: the exchange that was asked for, or the one chosen within the memory budget."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cp_engine.config import LossConfig, PackingConfig, ParallelConfig
+from cp_engine.placement import place_pack, plan_rank
+from cp_engine.rollouts import read_rollouts
+from cp_engine.sharding.cost import PRESETS
+from cp_engine.sharding.packing import empty_pack
+from cp_engine.step import prepare_step
+
+SAMPLE = Path(__file__).parent.parent / "launch" / "data" / "sample.jsonl"
+SHAPE = PRESETS["qwen3-8b"]
+
+
+def pack(repeat: int = 1):
+    rollouts = read_rollouts(SAMPLE, limit=20) * repeat
+    return prepare_step(rollouts, PackingConfig(), LossConfig(name="sft")).packs[0]
+
+
+def test_a_named_exchange_and_layout_are_kept():
+    placed = place_pack(pack(), ParallelConfig(cp=3, layout="contiguous", exchange="ring"), SHAPE)
+    assert (placed.exchange, placed.reason) == ("ring", "set by parallel.exchange")
+    assert placed.layout.piece_rank.tolist() == [0, 1, 2]
+
+
+def test_auto_says_why_and_keeps_to_the_memory_budget():
+    parallel = ParallelConfig(cp=2)
+    placed = place_pack(pack(), parallel, SHAPE)
+    assert placed.reason.startswith(f"{placed.exchange} is predicted at")
+    assert np.ptp(placed.layout.rank_token_count) <= 64
+    for rank in range(2):
+        plan = plan_rank(placed, rank, "affine", None)
+        assert plan.attention.exchange == placed.exchange and plan.tokens == placed.layout.rank_token_count[rank]
+
+
+def test_a_budget_that_nothing_keeps_to_is_named():
+    wide = SHAPE.__class__(**{**vars(SHAPE), "kv_heads": 32, "head_dim": 1 << 16})
+    with pytest.raises(ValueError, match="no exchange fits into 1.0 MiB of buffers a layer"):
+        place_pack(pack(), ParallelConfig(cp=2, max_exchange_mib=1), wide)
+
+
+def test_a_pack_without_tokens_has_a_place():
+    placed = place_pack(empty_pack(), ParallelConfig(cp=4), SHAPE)
+    assert placed.exchange == "gather" and placed.layout.rank_token_count.tolist() == [0] * 4
