@@ -12,6 +12,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cp_engine.losses.settings import LossConfig
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
@@ -60,19 +62,6 @@ class PackingConfig(_Section):
     share_or_replay: bool = False
     """Copy a short shared run for each of its branches where the cost model predicts that sharing it costs more (many
     branches of few tokens). Its prices are those of an H200, so it is off where nobody asked for it."""
-
-
-class LossConfig(_Section):
-    name: Literal["sft", "grpo"] = "grpo"
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    clip: float = Field(0.2, gt=0, lt=1)
-    """grpo: ratios are clipped to [1 - clip, 1 + clip]."""
-    kl_coef: float = Field(0.0, ge=0)
-    """grpo: weight of the k3 KL to the rollouts' `ref_logprobs`."""
-    sampler_cap: float | None = Field(None, gt=0)
-    """grpo: cap of the importance weight against the rollouts' `sampler_logprobs`; null leaves it out."""
-    temperature: float = Field(1.0, gt=0)
-    """Logits are divided by it, as the sampler did."""
 
 
 class OptimizerConfig(_Section):
@@ -148,6 +137,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _explain(problem: dict[str, Any]) -> str:
     location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "value_error":  # a section's own check, whose message says what came
+        return f"{location}: {problem['ctx']['error']}"
     if problem["type"] != "extra_forbidden":
         return f"{location}: {problem['msg']} (got {problem['input']!r})"
     known = _known_names(problem["loc"][:-1])

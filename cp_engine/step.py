@@ -15,8 +15,12 @@ import numpy as np
 import torch
 
 from cp_engine.config import LossConfig, PackingConfig
-from cp_engine.losses.policy import OccurrenceLoss, OccurrenceValues, grpo_loss, sft_loss
-from cp_engine.losses.weights import group_advantages, rollout_weights
+from cp_engine.losses.advantages import centred_rewards, normalised_rewards
+from cp_engine.losses.choose import occurrence_loss
+from cp_engine.losses.occurrences import OccurrenceLoss, Occurrences
+from cp_engine.losses.pairs import pair_preferences
+from cp_engine.losses.rollout_sums import rollout_sum_over
+from cp_engine.losses.weights import rollout_weights
 from cp_engine.pack import DevicePack
 from cp_engine.rollouts import FlatRollouts, Rollout, flatten_rollouts
 from cp_engine.sharding.cost import ModelShape
@@ -31,7 +35,9 @@ class StepData:
 
     flat: FlatRollouts
     packs: list[Pack]
+    trained: np.ndarray  # int64 [R] occurrences of each rollout
     weight: np.ndarray  # float64 [R] weight of each occurrence of a rollout
+    preference: np.ndarray  # float64 [R] dpo: 1 for the chosen rollout of a group, -1 for the rejected; else NaN
     advantage: np.ndarray  # float64 [N]; this and the next three are NaN where not given
     old_logprob: np.ndarray
     ref_logprob: np.ndarray
@@ -53,8 +59,8 @@ class StepData:
     def digest(self) -> str:
         """Hash of everything that the ranks must agree on."""
         digest = hashlib.blake2b(digest_size=16)
-        arrays = (self.flat.token, self.flat.row_start, self.flat.loss_mask, self.weight, self.advantage)
-        for array in (*arrays, self.old_logprob, self.ref_logprob, self.sampler_logprob):
+        arrays = (self.flat.token, self.flat.row_start, self.flat.loss_mask, self.weight, self.preference)
+        for array in (*arrays, self.advantage, self.old_logprob, self.ref_logprob, self.sampler_logprob):
             digest.update(str(len(array)).encode() + np.ascontiguousarray(array).tobytes())
         for pack in self.packs:
             digest.update(np.ascontiguousarray(pack.rollouts).tobytes())
@@ -78,6 +84,9 @@ def prepare_step(
     counted = flat.loss_mask.copy()
     counted[flat.row_start[:-1]] = False  # a first token has no predictor
     trained = np.add.reduceat(counted.astype(np.int64), flat.row_start[:-1])
+    weighed = trained if loss.overlong_tokens is None else np.where(length >= loss.overlong_tokens, 0, trained)
+    paired = loss.name == "dpo"
+    preference = pair_preferences(rollouts, trained) if paired else np.full(len(length), np.nan)
     packs = pack_rollouts(
         flat.token,
         flat.row_start,
@@ -86,13 +95,18 @@ def prepare_step(
         share=packing.share,
         share_key=flat.share_key,
         max_pack_tokens=packing.max_pack_tokens,
+        coupled=flat.group if paired else None,
         run_prices=run_prices(shape) if packing.share_or_replay else None,
     )
     step = StepData(
         flat=flat,
         packs=packs,
-        weight=rollout_weights(trained, loss.aggregation),
-        advantage=_advantages(rollouts, flat, length) if loss.name == "grpo" else np.full(len(flat.token), np.nan),
+        trained=trained,
+        weight=rollout_weights(weighed, loss.aggregation, loss.sum_norm),
+        preference=preference,
+        advantage=np.full(len(flat.token), np.nan)
+        if loss.name in ("sft", "dpo")
+        else _advantages(rollouts, flat, loss),
         old_logprob=_per_token([r.old_logprobs for r in rollouts], length),
         ref_logprob=_per_token([r.ref_logprobs for r in rollouts], length),
         sampler_logprob=_per_token([r.sampler_logprobs for r in rollouts], length),
@@ -105,40 +119,41 @@ def _per_token(values: list[np.ndarray | None], length: np.ndarray) -> np.ndarra
     return np.concatenate([np.full(n, np.nan) if v is None else v for v, n in zip(values, length, strict=True)])
 
 
-def _advantages(rollouts: Sequence[Rollout], flat: FlatRollouts, length: np.ndarray) -> np.ndarray:
-    """The given advantages; where a rollout has none, its group-normalised reward."""
+def _advantages(rollouts: Sequence[Rollout], flat: FlatRollouts, loss: LossConfig) -> np.ndarray:
+    """The given advantages; where a rollout has none, its reward against its group's."""
     lacking = [i for i, r in enumerate(rollouts) if r.advantage is None and r.reward is None]
     if lacking:
         bare = rollouts[lacking[0]]
         raise ValueError(
-            f"grpo needs a reward or an advantage for every rollout; {len(lacking)} have neither, the first is rollout "
-            f"{bare.rollout!r} of group {bare.group!r}"
+            f"{loss.name} needs a reward or an advantage for every rollout; {len(lacking)} have neither, the first is "
+            f"rollout {bare.rollout!r} of group {bare.group!r}"
         )
     # Rollouts that bring their own advantage may lack a reward; they stay out of their group's statistics.
     rewarded = np.array([r.advantage is None for r in rollouts])
-    normalised = np.zeros(len(rollouts))
+    relative = np.zeros(len(rollouts))
     if rewarded.any():
         reward = np.array([r.reward for r in rollouts if r.advantage is None], np.float64)
-        normalised[rewarded] = group_advantages(reward, flat.group[rewarded])
-    given = [normalised[i] if r.advantage is None else r.advantage for i, r in enumerate(rollouts)]
-    return np.concatenate([np.broadcast_to(np.float64(a), n) for a, n in zip(given, length, strict=True)])
+        against_group = centred_rewards if loss.name == "dr_grpo" else normalised_rewards
+        relative[rewarded] = against_group(reward, flat.group[rewarded])
+    given = [relative[i] if r.advantage is None else r.advantage for i, r in enumerate(rollouts)]
+    return np.concatenate([np.broadcast_to(np.float64(a), r.length) for a, r in zip(given, rollouts, strict=True)])
 
 
 def _require_logprobs(rollouts: Sequence[Rollout], step: StepData, counted: np.ndarray, loss: LossConfig) -> None:
-    if loss.name != "grpo":
-        return
     needs = []
     if loss.kl_coef:
-        needs.append(("ref_logprobs", step.ref_logprob, "loss.kl_coef"))
+        needs.append(("ref_logprobs", step.ref_logprob, "loss.kl_coef is set"))
+    if loss.name == "dpo":
+        needs.append(("ref_logprobs", step.ref_logprob, "loss.name is dpo"))
     if loss.sampler_cap is not None:
-        needs.append(("sampler_logprobs", step.sampler_logprob, "loss.sampler_cap"))
-    for field, values, setting in needs:
+        needs.append(("sampler_logprobs", step.sampler_logprob, "loss.sampler_cap is set"))
+    for field, values, reason in needs:
         missing = np.flatnonzero(np.isnan(values) & counted)
         if len(missing):
             row = int(np.searchsorted(step.flat.row_start, missing[0], side="right")) - 1
             position = int(missing[0] - step.flat.row_start[row])
             raise ValueError(
-                f"{setting} is set, so every trained token needs {field}; rollout {rollouts[row].rollout!r} of group "
+                f"{reason}, so every trained token needs {field}; rollout {rollouts[row].rollout!r} of group "
                 f"{rollouts[row].group!r} has none at position {position}"
             )
 
@@ -160,25 +175,38 @@ def pack_loss(
 
     A rank without trained predictors adds exactly zero, with the same graph as the others.
     """
-    plan = device_pack.plan
     edge_logprob, edge_entropy = model(device_pack, temperature=loss.temperature)
-    index = step.occurrence_index(pack, plan)
-
-    def on_device(values: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=dtype, device=edge_logprob.device)
-
     # index_select, since its gradient adds an edge's occurrences in a fixed order on CPUs.
     log_prob = edge_logprob.index_select(0, device_pack.occurrence_edge)
-    if loss.name == "sft":
-        result = sft_loss(log_prob)
-    else:
-        values = OccurrenceValues(
-            on_device(step.advantage[index]),
-            on_device(step.old_logprob[index]),
-            on_device(step.ref_logprob[index]),
-            on_device(step.sampler_logprob[index]),
-        )
-        result = grpo_loss(log_prob, values, clip=loss.clip, kl_coef=loss.kl_coef, sampler_cap=loss.sampler_cap)
-    weight = on_device(step.weight[pack.rollouts[plan.loss.occurrence_rollout]])
-    entropy = edge_entropy.detach()[device_pack.occurrence_edge]
-    return PackLoss((weight * result.loss).sum(), log_prob.detach(), entropy, result)
+    entropy = edge_entropy.index_select(0, device_pack.occurrence_edge)
+    occurrences = _occurrences(log_prob, entropy, device_pack, step, pack, dtype)
+    result = occurrence_loss(occurrences, loss, rollout_sum_over(device_pack.group))
+    weight = torch.as_tensor(step.weight[pack.rollouts], dtype=dtype, device=log_prob.device)
+    total = (weight[device_pack.occurrence_rollout] * result.loss).sum()
+    return PackLoss(total, log_prob.detach(), entropy.detach(), result)
+
+
+def _occurrences(
+    log_prob: torch.Tensor, entropy: torch.Tensor, device_pack: DevicePack, step: StepData, pack: Pack, dtype
+) -> Occurrences:
+    index = step.occurrence_index(pack, device_pack.plan)
+    # A pack has whole pairs; other losses get zeros.
+    pair = np.zeros(len(pack.rollouts), np.int64)
+    if not np.isnan(step.preference).any():
+        pair = np.unique(step.flat.group[pack.rollouts], return_inverse=True)[1]
+
+    def on_device(values: np.ndarray, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=log_prob.device)
+
+    return Occurrences(
+        log_prob=log_prob,
+        entropy=entropy,
+        advantage=on_device(step.advantage[index]),
+        old_logprob=on_device(step.old_logprob[index]),
+        ref_logprob=on_device(step.ref_logprob[index]),
+        sampler_logprob=on_device(step.sampler_logprob[index]),
+        rollout=device_pack.occurrence_rollout,
+        trained=on_device(step.trained[pack.rollouts]),
+        preference=on_device(step.preference[pack.rollouts]),
+        pair=on_device(pair, torch.int64),
+    )

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cp_engine.config import parse_config, read_config
+from cp_engine.losses.settings import LOSS_DEFAULTS, LOSSES, LossConfig
 
 CONFIGS = sorted((Path(__file__).parent.parent / "launch" / "configs").glob("*.yaml"))
 
@@ -34,7 +35,17 @@ def test_overrides_replace_values(tmp_path):
         ({"model": {"path": "x"}, "parallel": {"cpp": 1}}, "unknown key 'parallel.cpp'; did you mean 'cp'?"),
         ({"model": {"path": "x"}, "loss": {"zzz": 1}}, "unknown key 'loss.zzz'; known: name, aggregation"),
         ({"model": {"path": "x"}, "parallel": {"cp": 0}}, "parallel.cp: Input should be greater than or equal to 1"),
-        ({"model": {"path": "x"}, "loss": {"name": "ppo"}}, "loss.name: Input should be 'sft' or 'grpo'"),
+        (
+            {"model": {"path": "x"}, "loss": {"name": "reinforce"}},
+            "loss.name: Input should be 'sft', 'grpo'",
+        ),
+        (
+            {"model": {"path": "x"}, "loss": {"name": "dapo", "kl_coef": 0.1}},
+            "config: loss: dapo does not use kl_coef; its settings are aggregation, clip_low, clip_high,",
+        ),
+        ({"model": {"path": "x"}, "loss": {"kl_estimator": "k1"}}, "kl_estimator has no effect while kl_coef is 0"),
+        ({"model": {"path": "x"}, "loss": {"sum_norm": 3}}, "sum_norm is used by aggregation seq-mean-token-sum-norm"),
+        ({"model": {"path": "x"}, "loss": {"clip": 0.1}}, "unknown key 'loss.clip'; did you mean 'clip_low'?"),
         ({}, "model: Field required"),
     ],
 )
@@ -42,6 +53,21 @@ def test_mistakes_are_named(raw, text):
     with pytest.raises(ValueError) as error:
         parse_config(raw)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_has_its_defaults_and_a_resolved_section_reads_back(name):
+    loss = LossConfig(name=name)
+    own = LOSS_DEFAULTS[name]
+    assert all(getattr(loss, key) == value for key, value in own.items())
+    others = set(LossConfig.model_fields) - set(own) - {"name", "temperature"}
+    assert all(getattr(loss, key) is None for key in others)
+    assert LossConfig(**loss.model_dump()) == loss
+
+
+def test_a_kl_is_k3_unless_said_otherwise():
+    assert LossConfig(kl_coef=0.1).kl_estimator == "k3"
+    assert LossConfig(kl_coef=0.1, kl_estimator="k2").kl_estimator == "k2"
 
 
 def test_bad_files_and_overrides_are_named(tmp_path):

@@ -89,3 +89,57 @@ def test_given_advantages_stand_beside_normalised_rewards():
     own = 1 / (2**0.5 + 1e-6)
     expected = [[-own] * 3, [own] * 3, [0.25] * 3, [9.0, -1.0, 2.0]]
     np.testing.assert_allclose(step.advantage.reshape(4, 3), expected, rtol=1e-14)
+
+
+def test_dr_grpo_does_not_divide_by_the_deviation():
+    step = prepared([rollout("a", reward=1.0), rollout("b", reward=3.0)], name="dr_grpo")
+    assert step.advantage.tolist() == [-1.0] * 3 + [1.0] * 3
+    # seq-mean-token-sum-norm: two rollouts, at most two trained tokens.
+    assert step.weight.tolist() == [0.25, 0.25]
+    step = prepared([rollout("a", reward=1.0), rollout("b", reward=3.0)], name="dr_grpo", sum_norm=8)
+    assert step.weight.tolist() == [1 / 16, 1 / 16]
+
+
+def test_overlong_rollouts_weigh_nothing_but_stay_in_their_groups_statistics():
+    long = rollout("long", reward=0.0, input_ids=[1, 2, 3, 4], loss_mask=[0, 1, 1, 1])
+    step = prepared([rollout("a", reward=2.0), rollout("b", reward=1.0), long], name="dapo", overlong_tokens=4)
+    assert step.weight.tolist() == [0.25, 0.25, 0.0]
+    assert step.advantage[0] == pytest.approx(1 / (1 + 1e-6)) and step.advantage[3] == 0
+    with pytest.raises(ValueError, match="in a rollout not left out as overlong"):
+        prepared([long], name="dapo", overlong_tokens=4)
+
+
+def pair(group: str, first: float | None, second: float | None, **fields) -> list[Rollout]:
+    logprobs = {"ref_logprobs": [None, -1.0, -1.0]}
+    return [
+        rollout("1", group, reward=first, **logprobs, **fields),
+        rollout("2", group, reward=second, input_ids=[1, 4, 5], **logprobs),
+    ]
+
+
+def test_dpo_prefers_the_higher_reward_and_keeps_pairs_in_one_pack():
+    (g1, g2), (h1, h2) = pair("g", 0.0, 1.0), pair("h", 3.0, 2.0)
+    rollouts = [g1, h1, g2, h2]
+    step = prepare_step(rollouts, PackingConfig(max_pack_tokens=5), LossConfig(name="dpo"))
+    assert step.preference.tolist() == [-1.0, 1.0, 1.0, -1.0]
+    assert step.weight.tolist() == [1 / 8] * 4
+    for pack in step.packs:
+        assert {0, 2} <= set(pack.rollouts.tolist()) or {1, 3} <= set(pack.rollouts.tolist())
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "message"),
+    [
+        ([rollout("only", reward=1.0)], "dpo needs two rollouts in each group of a step; group 'g' has 1"),
+        (pair("g", 1.0, 1.0), "the two of a group need different rewards; group 'g' has 1.0 and 1.0"),
+        (pair("g", 1.0, None), "the two of a group need different rewards; group 'g' has 1.0 and None"),
+        (pair("g", 1.0, 0.0, loss_mask=[1, 0, 0]), "dpo compares trained tokens; a rollout of group 'g' has none"),
+        (
+            [rollout("1", reward=1.0), rollout("2", reward=0.0)],
+            "loss.name is dpo, so every trained token needs ref_logprobs; rollout '1' of group 'g' has none",
+        ),
+    ],
+)
+def test_what_is_no_pair_is_refused(rollouts, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepared(rollouts, name="dpo")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from cp_engine.losses.settings import AGGREGATIONS, LOSSES
 from cp_engine.rollouts import read_rollouts
 
 
@@ -16,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exchange", default="auto", choices=("auto", "gather", "ring", "ulysses"), help="attention exchange")
     add("--gdn-exchange", default="affine", choices=("affine", "ulysses"), help="GDN state exchange")
     add("--dtype", default="float64", choices=("float64", "float32"))
-    add("--loss", default="sft", choices=("sft", "grpo"))
-    add("--aggregation", default="token-mean", choices=("token-mean", "seq-mean-token-mean"))
+    add("--loss", default="sft", choices=LOSSES)
+    add("--aggregation", choices=AGGREGATIONS, help="default: the loss's own (docs/losses.md)")
     add("--temperature", type=float, default=1.0)
     add("--share", default="batch", choices=("batch", "group"))
     add("--limit", type=int, help="the first so many rollouts of the file")

@@ -1,25 +1,26 @@
-"""Host-side numbers of a step's loss: aggregation weights and group-normalised advantages.
+"""Aggregation: the weight of each occurrence, such that the loss of a step is the weighted sum over occurrences.
 
-Both are computed from the whole step's rollouts, which every rank holds, so denominators are global and need no
-collective. Shapes: R rollouts, N flat tokens.
+Computed from the whole step's rollouts, which every rank holds, so denominators are global over ranks and packs and
+need no collective. Shapes: R rollouts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean")
-ADVANTAGE_EPSILON = 1e-6
+from cp_engine.losses.settings import AGGREGATIONS
 
 
-def rollout_weights(trained: np.ndarray, aggregation: str) -> np.ndarray:
-    """Weight of each occurrence of a rollout, such that the loss is the weighted sum over occurrences.
+def rollout_weights(trained: np.ndarray, aggregation: str, sum_norm: float | None = None) -> np.ndarray:
+    """Weight of each occurrence of a rollout. With n the rollout's trained tokens, T those of the step, and S the
+    rollouts of the step with n > 0:
 
-    ``token-mean``: 1 / (trained occurrences of the step). ``seq-mean-token-mean``: 1 / (rollouts with trained tokens ×
-    the rollout's own trained tokens).
+    ``token-mean``: 1 / T. ``seq-mean-token-mean``: 1 / (S n). ``seq-mean-token-sum``: 1 / S.
+    ``seq-mean-token-sum-norm``: 1 / (S ``sum_norm``), where Dr. GRPO (Liu et al. 2025) takes the generation limit.
 
     Args:
         trained: int [R] trained occurrences of each rollout.
+        sum_norm: None takes the largest n of the step.
 
     Returns:
         float64 [R]; 0 for a rollout without trained tokens.
@@ -30,28 +31,20 @@ def rollout_weights(trained: np.ndarray, aggregation: str) -> np.ndarray:
     trained = np.asarray(trained, np.int64)
     total = int(trained.sum())
     if total == 0:
-        raise ValueError("no rollout of the step has a trained token (loss_mask 1 beyond its first token)")
+        raise ValueError(
+            "no rollout of the step has a trained token (loss_mask 1 beyond its first token, in a rollout not left out "
+            "as overlong)"
+        )
     has = trained > 0
+    rollouts = int(has.sum())
     if aggregation == "token-mean":
-        return np.where(has, 1.0 / total, 0.0)
-    if aggregation == "seq-mean-token-mean":
-        return np.where(has, 1.0 / (int(has.sum()) * np.maximum(trained, 1)), 0.0)
-    raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
-
-
-def group_advantages(reward: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Group-normalised advantage of each rollout (GRPO, Shao et al. 2024, section 4.1.2).
-
-    ``A_i = (r_i - mean(r)) / (std(r) + 1e-6)`` over the rollouts of the group in the step, with the sample standard
-    deviation (divisor n - 1). A group of one rollout, or of equal rewards, has advantage 0.
-
-    Args:
-        reward: float [R].
-        group: int [R] group numbers from 0.
-    """
-    reward, group = np.asarray(reward, np.float64), np.asarray(group, np.int64)
-    count = np.bincount(group)
-    mean = np.bincount(group, reward) / np.maximum(count, 1)
-    centred = reward - mean[group]
-    std = np.sqrt(np.bincount(group, centred**2) / np.maximum(count - 1, 1))
-    return centred / (std[group] + ADVANTAGE_EPSILON)
+        denominator = total
+    elif aggregation == "seq-mean-token-mean":
+        denominator = rollouts * np.maximum(trained, 1)
+    elif aggregation == "seq-mean-token-sum":
+        denominator = rollouts
+    elif aggregation == "seq-mean-token-sum-norm":
+        denominator = rollouts * (trained.max() if sum_norm is None else sum_norm)
+    else:
+        raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
+    return np.where(has, 1.0 / denominator, 0.0)

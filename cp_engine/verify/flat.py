@@ -1,4 +1,9 @@
-"""The oracle: every rollout alone through the unmodified Hugging Face model, forward and backward."""
+"""The oracle: every rollout alone through the unmodified Hugging Face model, forward and backward.
+
+A unit is what a loss couples: one row, or the two rows of a pair.
+
+Shapes: N flat tokens, R rows.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +11,104 @@ import numpy as np
 import torch
 
 from cp_engine.config import LossConfig
-from cp_engine.losses.policy import OccurrenceValues, grpo_loss, sft_loss
+from cp_engine.losses.choose import occurrence_loss
+from cp_engine.losses.occurrences import Occurrences
+from cp_engine.losses.rollout_sums import rollout_sum
 from cp_engine.step import StepData
 from cp_engine.verify.values import DrawnValues
 
 
-def spread_rows(length: np.ndarray, world: int) -> list[list[int]]:
-    """Rows of each rank, longest first to the rank with least work (attention grows with the square)."""
-    cost = length.astype(np.float64) * (length + 4000)
-    load, rows = np.zeros(world), [[] for _ in range(world)]
-    for row in np.argsort(-cost, kind="stable").tolist():
+def loss_units(step: StepData, loss: LossConfig) -> list[list[int]]:
+    """The rows of each unit of the step: groups for a loss over pairs, else single rows."""
+    if loss.name != "dpo":
+        return [[row] for row in range(len(step.trained))]
+    return [np.flatnonzero(step.flat.group == group).tolist() for group in range(step.flat.groups)]
+
+
+def spread_units(units: list[list[int]], length: np.ndarray, world: int) -> list[list[list[int]]]:
+    """Units of each rank, the longest first to the rank with least work (attention grows with the square).
+
+    Args:
+        length: int [R] tokens of each row.
+    """
+    row_cost = length.astype(np.float64) * (length + 4000)
+    cost = np.array([row_cost[unit].sum() for unit in units])
+    load, spread = np.zeros(world), [[] for _ in range(world)]
+    for index in np.argsort(-cost, kind="stable").tolist():
         rank = int(load.argmin())
-        load[rank] += cost[row]
-        rows[rank].append(row)
-    return rows
+        load[rank] += cost[index]
+        spread[rank].append(units[index])
+    return spread
 
 
-def run_rows(
-    model, step: StepData, rows: list[int], loss: LossConfig, drawn: DrawnValues | None, device: torch.device
+def run_units(
+    model, step: StepData, units: list[list[int]], loss: LossConfig, drawn: DrawnValues, device: torch.device
 ) -> tuple[np.ndarray, float]:
-    """Accumulate the gradients of this rank's rows in ``model``.
+    """Accumulate the gradients of this rank's units in ``model``.
 
     Returns:
-        log-probs float64 [N] of the rows' trained tokens (0 elsewhere), and the rows' part of the loss.
+        log-probs float64 [N] of the rows' trained tokens (0 elsewhere), and the units' part of the loss.
     """
-    flat, total = step.flat, 0.0
-    log_probs = np.zeros(len(flat.token))
-    for row in rows:
-        start, end = int(flat.row_start[row]), int(flat.row_start[row + 1])
-        target = 1 + np.flatnonzero(flat.loss_mask[start + 1 : end])
-        if not len(target):
+    log_probs, total = np.zeros(len(step.flat.token)), 0.0
+    for unit in units:
+        rows = [row for row in unit if step.trained[row]]
+        if not rows:
             continue
-        ids = torch.as_tensor(flat.token[start:end], device=device)
-        logits = model(
-            input_ids=ids[None, : int(target[-1])],
-            use_cache=False,
-            logits_to_keep=torch.as_tensor(target - 1, device=device),
-        ).logits[0]
-        log_prob = torch.log_softmax(logits / loss.temperature, dim=-1)
-        log_prob = log_prob.gather(1, ids[torch.as_tensor(target, device=device), None])[:, 0]
-        row_loss = float(step.weight[row]) * _row_loss(log_prob, drawn, start + target, loss)
-        row_loss.backward()
-        total += float(row_loss.detach())
-        log_probs[start + target] = log_prob.detach().double().cpu().numpy()
+        index = [_trained_tokens(step, row) for row in rows]
+        scored = [
+            _score_row(model, step, row, at, loss.temperature, device) for row, at in zip(rows, index, strict=True)
+        ]
+        log_prob, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
+        index = np.concatenate(index)
+        occurrences = _occurrences(log_prob, entropy, step, rows, index, drawn)
+        weight = torch.as_tensor(step.weight[rows], dtype=log_prob.dtype, device=device)[occurrences.rollout]
+        unit_loss = (weight * occurrence_loss(occurrences, loss, rollout_sum).loss).sum()
+        unit_loss.backward()
+        total += float(unit_loss.detach())
+        log_probs[index] = log_prob.detach().double().cpu().numpy()
     return log_probs, total
 
 
-def _row_loss(log_prob: torch.Tensor, drawn: DrawnValues | None, index: np.ndarray, loss: LossConfig) -> torch.Tensor:
-    if drawn is None:
-        return sft_loss(log_prob).loss.sum()
+def _trained_tokens(step: StepData, row: int) -> np.ndarray:
+    """int64 flat indices of a row's trained tokens."""
+    start, end = int(step.flat.row_start[row]), int(step.flat.row_start[row + 1])
+    return start + 1 + np.flatnonzero(step.flat.loss_mask[start + 1 : end])
+
+
+def _score_row(
+    model, step: StepData, row: int, index: np.ndarray, temperature: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the row's tokens at the flat ``index``, and the entropies that predict them."""
+    start = int(step.flat.row_start[row])
+    ids = torch.as_tensor(step.flat.token[start : index[-1] + 1], device=device)
+    target = torch.as_tensor(index - start, device=device)
+    logits = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=target - 1).logits[0]
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return log_p.gather(1, ids[target, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def _occurrences(
+    log_prob: torch.Tensor,
+    entropy: torch.Tensor,
+    step: StepData,
+    rows: list[int],
+    index: np.ndarray,
+    drawn: DrawnValues,
+) -> Occurrences:
     own = log_prob.detach()
 
-    def around(offset: np.ndarray) -> torch.Tensor:
-        return own + torch.as_tensor(offset[index], dtype=own.dtype, device=own.device)
+    def on_device(values: np.ndarray, dtype: torch.dtype = own.dtype) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=own.device)
 
-    values = OccurrenceValues(
-        advantage=torch.as_tensor(drawn.advantage[index], dtype=own.dtype, device=own.device),
-        old_logprob=around(drawn.old_offset),
-        ref_logprob=around(drawn.ref_offset),
-        sampler_logprob=around(drawn.sampler_offset),
+    return Occurrences(
+        log_prob=log_prob,
+        entropy=entropy,
+        advantage=on_device(drawn.advantage[index]),
+        old_logprob=own + on_device(drawn.old_offset[index]),
+        ref_logprob=own + on_device(drawn.ref_offset[index]),
+        sampler_logprob=own + on_device(drawn.sampler_offset[index]),
+        rollout=on_device(np.repeat(np.arange(len(rows)), step.trained[rows]), torch.int64),
+        trained=on_device(step.trained[rows]),
+        preference=on_device(step.preference[rows]),
+        pair=on_device(np.zeros(len(rows)), torch.int64),
     )
-    result = grpo_loss(log_prob, values, clip=loss.clip, kl_coef=loss.kl_coef, sampler_cap=loss.sampler_cap)
-    return result.loss.sum()

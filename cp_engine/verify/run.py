@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cp_engine.config import Config, LossConfig, parse_config
+from cp_engine.config import Config, parse_config
 from cp_engine.distributed.gradients import sum_gradients
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
@@ -25,10 +25,24 @@ from cp_engine.rollouts import Rollout
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData, prepare_step
 from cp_engine.verify.compare import gradient_error
-from cp_engine.verify.flat import run_rows, spread_rows
-from cp_engine.verify.values import DrawnValues, draw_values
+from cp_engine.verify.flat import loss_units, run_units, spread_units
+from cp_engine.verify.values import DrawnValues, draw_values, paired, with_placeholders
 
 BOUNDS = {"float64": 1e-10, "float32": 2e-5}
+# What is switched on beside each loss, so that every part of it is verified: all KL estimators, the entropy bonus, the
+# sampler correction, and clips near 1 so that the drawn ratios (`draw_values`) pass them.
+_EXTRAS = {"sampler_cap": 1.5, "entropy_coef": 0.01}
+LOSS_PARTS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "grpo": {"kl_coef": 0.05, **_EXTRAS},
+    "dr_grpo": {"kl_coef": 0.05, "kl_estimator": "k1", **_EXTRAS},
+    "dapo": _EXTRAS,
+    "gspo": {"kl_coef": 0.05, "kl_estimator": "k2", **_EXTRAS},
+    "cispo": {"kl_coef": 0.05, "clip_high": 0.2, **_EXTRAS},
+    "ppo": {"kl_coef": 0.05, "kl_estimator": "k2", "dual_clip": 1.3, **_EXTRAS},
+    "dpo": {},
+}
+CLIPPED_SIDES = {"sft": (), "dpo": (), "cispo": ("clipped_high",)}  # both for the others
 MIN_HALF_LIFE = 64.0  # tokens; with faster decay a wrong recurrent state would be invisible
 
 
@@ -40,7 +54,7 @@ class VerifyOptions:
     layout: str = "balanced"
     dtype: str = "float64"
     loss: str = "sft"
-    aggregation: str = "token-mean"
+    aggregation: str | None = None  # None: the loss's own
     temperature: float = 1.0
     seed: int = 0
     share: str = "batch"
@@ -49,8 +63,6 @@ class VerifyOptions:
     bound: float | None = None  # None: BOUNDS of the dtype
 
     def config(self, cp: int, vocab_size: int | None) -> Config:
-        # The KL and the sampler correction are switched on so that ref and sampler log-probs are verified too.
-        policy = {"kl_coef": 0.05, "sampler_cap": 1.5} if self.loss != "sft" else {}
         return parse_config(
             {
                 "model": {"path": self.model, "vocab_size": vocab_size, "seed": self.seed},
@@ -65,7 +77,7 @@ class VerifyOptions:
                     "name": self.loss,
                     "aggregation": self.aggregation,
                     "temperature": self.temperature,
-                    **policy,
+                    **LOSS_PARTS.get(self.loss, {}),
                 },
                 "dtype": self.dtype,
             },
@@ -96,7 +108,7 @@ class _Collector:
 class FlatRun:
     """The oracle's result, equal on every rank: what any tree run of the same weights and loss must reproduce."""
 
-    step: StepData  # with the drawn values of a policy loss
+    step: StepData  # with the drawn values
     vocab_size: int | None
     log_prob: np.ndarray  # float64 [N]
     loss: float
@@ -121,20 +133,27 @@ def run_flat(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> F
         if vocab_size is None:
             rollouts, vocab_size = reindex(rollouts)
     config = options.config(ranks.world, vocab_size)
-    # Weights and packs do not depend on the loss; a policy loss gets its values around the model's own log-probs.
-    step = prepare_step(rollouts, config.packing, LossConfig(name="sft", aggregation=options.aggregation))
-    drawn = None if options.loss == "sft" else draw_values(len(step.flat.token), config.loss.clip, options.seed)
+    if options.loss == "dpo":
+        rollouts = paired(rollouts, options.seed)
+        if not rollouts:
+            raise ValueError("verifying dpo takes at least two rollouts with trained tokens")
+    step = prepare_step([with_placeholders(r) for r in rollouts], config.packing, config.loss)
+    clip_low, clip_high = (
+        config.loss.clip_low or 0.2,
+        config.loss.clip_high or 0.2,
+    )  # where nothing is clipped, any will do
+    drawn = draw_values(len(step.flat.token), clip_low, clip_high, options.seed)
     with _precision(options):
         dtype = getattr(torch, options.dtype)
         model = load_model(options.model, dtype, vocab_size=vocab_size, seed=options.seed, device=ranks.device).train()
         check_supported(model.config)  # before minutes of flat rows
         make_cpu_runnable(model)
-        rows = spread_rows(np.diff(step.flat.row_start), ranks.world)[ranks.rank]
-        log_prob, loss = run_rows(model, step, rows, config.loss, drawn, ranks.device)
+        units = spread_units(loss_units(step, config.loss), np.diff(step.flat.row_start), ranks.world)[ranks.rank]
+        log_prob, loss = run_units(model, step, units, config.loss, drawn, ranks.device)
         sum_gradients(model, ranks)
     log_prob, loss = _sum(log_prob, ranks), float(_sum(np.array([loss]), ranks)[0])
     return FlatRun(
-        step=step if drawn is None else _with_values(step, drawn, log_prob),
+        step=_with_values(step, drawn, log_prob),
         vocab_size=vocab_size,
         log_prob=log_prob,
         loss=loss,
@@ -218,7 +237,7 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         for name in ("max_logprob_err", "loss_err", "max_grad_err")
         if not figures[name] <= bound
     ]
-    if options.loss != "sft" and not (figures["clipped_high"] and figures["clipped_low"]):
+    if not all(figures[side] for side in CLIPPED_SIDES.get(options.loss, ("clipped_high", "clipped_low"))):
         reasons.append("no occurrence is clipped on one side")
     half_life = figures["state_half_life"]
     if half_life is not None and half_life < MIN_HALF_LIFE and options.model in PRESETS:

@@ -7,12 +7,12 @@ import torch
 
 from cp_engine.metrics import strict_json
 from cp_engine.verify.compare import gradient_error
-from cp_engine.verify.flat import spread_rows
+from cp_engine.verify.flat import spread_units
 from cp_engine.verify.values import draw_values
 
 
 def test_drawn_values_clip_on_both_sides_and_stay_off_the_kinks():
-    drawn = draw_values(20_000, 0.2, seed=3)
+    drawn = draw_values(20_000, 0.2, 0.2, seed=3)
     ratio = np.exp(-drawn.old_offset)
     high, low = (ratio > 1.2) & (drawn.advantage > 0), (ratio < 0.8) & (drawn.advantage < 0)
     for share in (high.mean(), low.mean()):
@@ -22,7 +22,7 @@ def test_drawn_values_clip_on_both_sides_and_stay_off_the_kinks():
     assert ((ratio < 0.8) & (drawn.advantage > 0)).mean() > 0.02
     for kink in (0.8, 1.2):
         assert np.abs(-drawn.old_offset - np.log(kink)).min() > 0.0099
-    again = draw_values(20_000, 0.2, seed=3)
+    again = draw_values(20_000, 0.2, 0.2, seed=3)
     assert (again.advantage == drawn.advantage).all() and (again.old_offset == drawn.old_offset).all()
 
 
@@ -52,15 +52,17 @@ def test_missing_and_nan_gradients_are_infinitely_wrong():
     assert (extra.error, extra.tensor) == (float("inf"), "bias")
 
 
-def test_rows_are_spread_once_each_and_evenly():
+def test_units_are_spread_once_each_and_evenly():
     length = np.array([10_000, 10, 9_000, 20, 8_000, 30])
-    spread = spread_rows(length, 3)
-    assert sorted(sum(spread, [])) == list(range(6))
-    assert {frozenset(r for r in rows if length[r] > 100) for rows in spread} == {
+    spread = spread_units([[row] for row in range(6)], length, 3)
+    assert sorted(row for units in spread for unit in units for row in unit) == list(range(6))
+    assert {frozenset(row for (row,) in units if length[row] > 100) for units in spread} == {
         frozenset({0}),
         frozenset({2}),
         frozenset({4}),
     }
+    pairs = [[0, 1], [2, 3], [4, 5]]
+    assert sorted(unit for units in spread_units(pairs, length, 2) for unit in units) == pairs
 
 
 def test_figures_that_are_not_finite_are_null_in_json():
