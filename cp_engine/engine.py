@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from cp_engine.config import Config
+from cp_engine.config import Config, LossConfig
 from cp_engine.distributed.agree import require_equal_digests
 from cp_engine.distributed.gradients import clip_gradients, sum_gradients
 from cp_engine.distributed.ranks import Ranks, join_ranks
@@ -20,10 +21,11 @@ from cp_engine.metrics import StepMeter
 from cp_engine.models.load import load_model, prepare_for_trees, save_model
 from cp_engine.models.shape import conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
-from cp_engine.pack import device_pack
-from cp_engine.placement import place_pack, plan_rank
+from cp_engine.pack import DevicePack, device_pack
+from cp_engine.placement import PlacedPack, place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
 from cp_engine.sharding.exchange.rows import accumulation_dtype
+from cp_engine.sharding.packing import Pack
 from cp_engine.step import StepData, pack_loss, prepare_step
 
 
@@ -104,16 +106,49 @@ class Engine:
         accumulate = accumulation_dtype(self.dtype)
         for pack in step.packs:
             planning = time.perf_counter()
-            placed = place_pack(pack, self.config.parallel, self.shape)
-            plan = plan_rank(placed, self.ranks.rank, self.config.parallel.gdn_exchange, self.conv_width)
-            require_equal_digests(plan.digest, "pack plan", self.ranks)
-            on_device = device_pack(plan, self.ranks.group, self.ranks.device)
+            placed, on_device = self._place(pack)
             plan_seconds = time.perf_counter() - planning
             result = pack_loss(self.model, on_device, step, pack, self.config.loss, accumulate)
             result.loss.backward()
             if meter is not None:
-                meter.add(placed, plan, result, plan_seconds)
+                meter.add(placed, on_device.plan, result, plan_seconds)
         sum_gradients(self.model, self.ranks)
+
+    @torch.no_grad()
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """Log-probs of the rollouts' trained tokens under the present weights, for `old_logprobs` or `ref_logprobs`.
+
+        Logits are divided by ``loss.temperature`` and prefixes shared as in `train_step`, so that the ratio of
+        unchanged weights is 1. Nothing is trained. Every rank calls it with the same rollouts.
+
+        Returns:
+            float64 [L] for each rollout, in nats; NaN where ``loss_mask`` is 0 and at position 0, which no loss reads.
+            Equal on every rank.
+
+        Raises:
+            ValueError: as `train_step`, except that rewards, advantages and log-probs are not needed.
+        """
+        check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
+        temperature = self.config.loss.temperature
+        step = prepare_step(rollouts, self.config.packing, LossConfig(name="sft"), self.shape)
+        require_equal_digests(step.digest(), "batch", self.ranks)
+        found = torch.zeros(len(step.flat.token), dtype=torch.float64, device=self.ranks.device)
+        for pack in step.packs:
+            _, on_device = self._place(pack)
+            edge_logprob, _ = self.model(on_device, temperature=temperature)
+            index = torch.as_tensor(step.occurrence_index(pack, on_device.plan), device=found.device)
+            found[index] = edge_logprob[on_device.occurrence_edge].double()
+        if self.ranks.group is not None:  # each occurrence lies on one rank
+            dist.all_reduce(found, group=self.ranks.group)
+        values = np.where(step.counted, found.cpu().numpy(), np.nan)
+        return np.split(values, step.flat.row_start[1:-1])
+
+    def _place(self, pack: Pack) -> tuple[PlacedPack, DevicePack]:
+        """Plan a pack, compare the plan between ranks, and put this rank's part on its device."""
+        placed = place_pack(pack, self.config.parallel, self.shape)
+        plan = plan_rank(placed, self.ranks.rank, self.config.parallel.gdn_exchange, self.conv_width)
+        require_equal_digests(plan.digest, "pack plan", self.ranks)
+        return placed, device_pack(plan, self.ranks.group, self.ranks.device)
 
     def save(self, path: str | Path) -> None:
         """Write the weights as a Hugging Face folder that plain `transformers` loads. Every rank calls it."""

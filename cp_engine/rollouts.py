@@ -229,7 +229,7 @@ def read_rollouts(
     found: list[Rollout] = []
     seen = 0
     taken: Counter[str] = Counter()
-    for where, record in _records(path):
+    for where, record in read_records(path):
         seen += 1
         rollout = Rollout.from_dict(record, where)
         if limit_per_group is None or taken[rollout.group] < limit_per_group:
@@ -242,8 +242,12 @@ def read_rollouts(
     return found
 
 
-def _records(path: Path) -> Iterator[tuple[str, object]]:
-    """The JSON value of every line that is not blank, and where it stands."""
+def read_records(path: Path) -> Iterator[tuple[str, object]]:
+    """The JSON value of every line that is not blank, and where it stands: ``FILE, line N``.
+
+    Raises:
+        RolloutError: for a file that is missing or unreadable, or a line that is not JSON.
+    """
     opener = gzip.open if path.name.endswith(".gz") else open
     try:
         with opener(path, "rb") as lines:

@@ -35,6 +35,7 @@ class StepData:
 
     flat: FlatRollouts
     packs: list[Pack]
+    counted: np.ndarray  # bool [N] trained tokens that have a predictor
     trained: np.ndarray  # int64 [R] occurrences of each rollout
     weight: np.ndarray  # float64 [R] weight of each occurrence of a rollout
     preference: np.ndarray  # float64 [R] dpo: 1 for the chosen rollout of a group, -1 for the rejected; else NaN
@@ -101,6 +102,7 @@ def prepare_step(
     step = StepData(
         flat=flat,
         packs=packs,
+        counted=counted,
         trained=trained,
         weight=rollout_weights(weighed, loss.aggregation, loss.sum_norm),
         preference=preference,
@@ -111,7 +113,7 @@ def prepare_step(
         ref_logprob=_per_token([r.ref_logprobs for r in rollouts], length),
         sampler_logprob=_per_token([r.sampler_logprobs for r in rollouts], length),
     )
-    _require_logprobs(rollouts, step, counted, loss)
+    _require_logprobs(rollouts, step, loss)
     return step
 
 
@@ -139,7 +141,7 @@ def _advantages(rollouts: Sequence[Rollout], flat: FlatRollouts, loss: LossConfi
     return np.concatenate([np.broadcast_to(np.float64(a), r.length) for a, r in zip(given, rollouts, strict=True)])
 
 
-def _require_logprobs(rollouts: Sequence[Rollout], step: StepData, counted: np.ndarray, loss: LossConfig) -> None:
+def _require_logprobs(rollouts: Sequence[Rollout], step: StepData, loss: LossConfig) -> None:
     needs = []
     if loss.kl_coef:
         needs.append(("ref_logprobs", step.ref_logprob, "loss.kl_coef is set"))
@@ -148,7 +150,7 @@ def _require_logprobs(rollouts: Sequence[Rollout], step: StepData, counted: np.n
     if loss.sampler_cap is not None:
         needs.append(("sampler_logprobs", step.sampler_logprob, "loss.sampler_cap is set"))
     for field, values, reason in needs:
-        missing = np.flatnonzero(np.isnan(values) & counted)
+        missing = np.flatnonzero(np.isnan(values) & step.counted)
         if len(missing):
             row = int(np.searchsorted(step.flat.row_start, missing[0], side="right")) - 1
             position = int(missing[0] - step.flat.row_start[row])

@@ -1,4 +1,4 @@
-"""The command line: `train`, `verify` and `plan`.
+"""The command line: `train`, `logprobs`, `verify` and `plan`.
 
 Only the chosen command's modules are imported, so `plan` needs no torch.
 """
@@ -12,6 +12,7 @@ import sys
 
 _COMMANDS = {
     "train": "Train a model on a rollout file.",
+    "logprobs": "Add a model's log-probs to a rollout file.",
     "verify": "Compare the tree engine with every rollout run alone through the unmodified model.",
     "plan": "Show what sharing saves and which rank would own what.",
 }

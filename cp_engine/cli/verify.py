@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from cp_engine.cli.ranks import join_cp_ranks
+from cp_engine.cli.ranks import local_ranks as local_ranks
 from cp_engine.losses.settings import AGGREGATIONS, LOSSES
 from cp_engine.rollouts import read_rollouts
 
@@ -30,22 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object as the last line")
 
 
-def local_ranks(args: argparse.Namespace) -> int:
-    if args.cp is None:
-        return 1
-    if args.cp < 1:
-        raise ValueError(f"--cp must be at least 1, got {args.cp}")
-    return args.cp
-
-
 def run(args: argparse.Namespace) -> int:
-    from cp_engine.distributed.ranks import join_ranks
     from cp_engine.models.load import folder_vocabulary
     from cp_engine.verify.run import VerifyOptions, verify
 
-    ranks = join_ranks()
-    if args.cp is not None and ranks.world != args.cp:
-        raise ValueError(f"--cp is {args.cp} but {ranks.world} rank processes run")
+    ranks = join_cp_ranks(args)
     rollouts = read_rollouts(
         args.rollouts,
         vocab_size=folder_vocabulary(args.model),

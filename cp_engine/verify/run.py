@@ -208,12 +208,10 @@ def _sum(values: np.ndarray, ranks: Ranks) -> np.ndarray:
 def _figures(flat: FlatRun, collector: _Collector, ranks: Ranks) -> dict[str, Any]:
     step = flat.step
     seen, tree_logprob = _sum(collector.seen, ranks), _sum(collector.log_prob, ranks)
-    counted = step.flat.loss_mask.copy()
-    counted[step.flat.row_start[:-1]] = False
-    assert (seen == counted).all(), "an occurrence was dropped or counted twice"
+    assert (seen == step.counted).all(), "an occurrence was dropped or counted twice"
     sums = np.array([collector.loss, collector.edges, collector.high, collector.low])
     tree_loss, edges, high, low = _sum(sums, ranks).tolist()
-    occurrences = int(counted.sum())
+    occurrences = int(step.counted.sum())
     return {
         "rollouts": len(step.flat.row_start) - 1,
         "packs": len(step.packs),

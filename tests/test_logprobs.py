@@ -1,0 +1,109 @@
+"""Log-probs for old-policy and reference passes: equal to flat rows', and of ratio 1 while the weights are frozen."""
+
+import contextlib
+import gzip
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cp_engine.engine import Engine
+from cp_engine.models.precision import keep_float64
+from cp_engine.rollout_files import add_field, check_out_file
+from cp_engine.rollouts import read_rollouts
+from cp_engine.step import prepare_step
+from cp_engine.verify.run import VerifyOptions, run_flat
+from tests.ranks import run_ranks
+from tests.test_cli import SAMPLE, command
+from tests.test_engine import config, this_rank
+
+
+def frozen_ratios(dtype: str, budget: int | None) -> tuple[list[np.ndarray], np.ndarray]:
+    """Log-probs of whole-step packs, and the log-ratios to them that a step cut into packs sees on this rank."""
+    ranks, rollouts = this_rank(), read_rollouts(SAMPLE, limit=20)
+    with keep_float64() if dtype == "float64" else contextlib.nullcontext():
+        log_probs = Engine(config(ranks.world, dtype=dtype), ranks).logprobs(rollouts)
+        rollouts = [replace(r, old_logprobs=p) for r, p in zip(rollouts, log_probs, strict=True)]
+        engine = Engine(config(ranks.world, dtype=dtype, packing={"max_pack_tokens": budget}), ranks)
+        step = prepare_step(rollouts, engine.config.packing, engine.config.loss)
+        seen = _Seen(step)
+        engine.accumulate_gradients(step, seen)
+    return log_probs, np.concatenate(seen.log_ratio)
+
+
+class _Seen:
+    """Takes the place of the step meter: keeps the log-ratio of each occurrence."""
+
+    def __init__(self, step):
+        self.step, self.log_ratio = step, []
+
+    def add(self, placed, plan, result, plan_seconds):
+        old = self.step.old_logprob[self.step.occurrence_index(placed.pack, plan)]
+        self.log_ratio.append(result.log_prob.double().numpy() - old)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("dtype", "floor"), [("float64", 1e-13), ("float32", 1e-5)])
+@pytest.mark.parametrize("budget", [None, 120])
+def test_a_frozen_models_ratio_is_one(world, dtype, floor, budget):
+    results = run_ranks(world, frozen_ratios, dtype, budget)
+    ratios = np.exp(np.concatenate([log_ratio for _, log_ratio in results]))
+    rollouts = read_rollouts(SAMPLE, limit=20)
+    assert len(ratios) == sum(int(r.loss_mask[1:].sum()) for r in rollouts)
+    # The same packs give the same bits; other packs add in another order.
+    assert np.abs(ratios - 1).max() <= (floor if budget else 0.0)
+    for log_probs, _ in results:
+        for mine, first, rollout in zip(log_probs, results[0][0], rollouts, strict=True):
+            np.testing.assert_array_equal(mine, first)
+            assert mine.dtype == np.float64 and len(mine) == rollout.length
+            assert (np.isnan(mine[1:]) == ~rollout.loss_mask[1:]).all() and np.isnan(mine[0])
+
+
+def test_they_are_the_flat_rows_log_probs():
+    rollouts = read_rollouts(SAMPLE, limit=6)
+    options = VerifyOptions(model="tiny-qwen3.5", full_vocab=512, temperature=0.7)
+    flat = run_flat(rollouts, options, this_rank())
+    with keep_float64():
+        found = np.concatenate(Engine(config(1, loss={"temperature": 0.7}), this_rank()).logprobs(rollouts))
+    assert np.abs(np.nan_to_num(found) - flat.log_prob).max() < 1e-12
+    assert np.isnan(found).sum() == (flat.log_prob == 0).sum()
+
+
+def test_the_command_adds_the_field_and_keeps_the_rest(tmp_path):
+    lines = [json.loads(line) for line in SAMPLE.read_text().splitlines()[:6]]
+    lines[0] |= {"source": "höhle", "score": 1.0, "tags": [None, {"a": 1e-7}]}
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl.gz"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    run = ("logprobs", "--rollouts", file, "--model", "tiny-qwen3.5", "--vocab-size", 512, "--dtype", "float64")
+    done = command(*run, "--out", out, "--field", "ref_logprobs", "--cp", 2)
+    assert done.returncode == 0, done.stderr
+    written = [json.loads(line) for line in gzip.decompress(out.read_bytes()).splitlines()]
+    truth = Engine(config(1), this_rank()).logprobs(read_rollouts(file))
+    for record, line, log_prob in zip(written, lines, truth, strict=True):
+        found = np.array(record.pop("ref_logprobs"), np.float64)
+        np.testing.assert_allclose(found, log_prob, rtol=1e-5)  # float32 casts inside transformers
+        assert record == line
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.gz"]
+
+    done = command(*run, "--out", tmp_path / "out.txt")
+    assert done.returncode == 2 and "expected a name that ends with .jsonl or .jsonl.gz" in done.stderr
+
+
+def test_a_file_can_be_replaced_and_a_failed_write_leaves_it_whole(tmp_path):
+    file = tmp_path / "r.jsonl"
+    file.write_text('{"input_ids": [1, 2], "old_logprobs": [null, -9.0]}\n')
+    add_field(file, file, "old_logprobs", [np.array([np.nan, -0.5])])
+    before = file.read_text()
+    assert json.loads(before) == {"input_ids": [1, 2], "old_logprobs": [None, -0.5]}
+    with pytest.raises(ValueError, match="has 1 rollouts, but 2 were computed"):
+        add_field(file, file, "old_logprobs", [np.zeros(2)] * 2)
+    assert file.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["r.jsonl"]
+
+
+def test_places_that_cannot_be_written_are_named(tmp_path):
+    (tmp_path / "d.jsonl").mkdir()
+    with pytest.raises(ValueError, match="is a folder; name a file in it"):
+        check_out_file(tmp_path / "d.jsonl")
+    with pytest.raises(ValueError, match="the folder .*absent does not exist"):
+        check_out_file(tmp_path / "absent" / "r.jsonl")
