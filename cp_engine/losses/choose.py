@@ -1,4 +1,4 @@
-"""The loss that a configuration asks for: a policy term, and what is added to it.
+"""The loss that a configuration asks for: a policy term, and what is added to given.
 
 Shapes: O occurrences.
 """
@@ -19,7 +19,7 @@ from cp_engine.losses.settings import LossConfig
 from cp_engine.losses.sft import sft_loss
 
 
-def occurrence_loss(it: Occurrences, loss: LossConfig, rollout_sum: RolloutSum) -> OccurrenceLoss:
+def occurrence_loss(given: Occurrences, loss: LossConfig, rollout_sum: RolloutSum) -> OccurrenceLoss:
     """Loss of each occurrence: ``w * policy + kl_coef * KL - entropy_coef * H``.
 
     ``w`` is the truncated importance weight against the sampler, KL an estimate of the divergence to the reference,
@@ -29,27 +29,31 @@ def occurrence_loss(it: Occurrences, loss: LossConfig, rollout_sum: RolloutSum) 
         rollout_sum: sums over a rollout's occurrences on all ranks. gspo and dpo call it once, forward and backward, on
             every rank; the other losses never do.
     """
-    result = _policy_loss(it, loss, rollout_sum)
+    result = _policy_loss(given, loss, rollout_sum)
     total = result.loss
     if loss.sampler_cap is not None:
-        total = total * sampler_weight(it.log_prob, it.old_logprob, it.sampler_logprob, loss.sampler_cap)
+        total = total * sampler_weight(given.log_prob, given.old_logprob, given.sampler_logprob, loss.sampler_cap)
     if loss.kl_coef:
-        total = total + loss.kl_coef * kl_estimate(it.log_prob, it.ref_logprob, loss.kl_estimator)
+        total = total + loss.kl_coef * kl_estimate(given.log_prob, given.ref_logprob, loss.kl_estimator)
     if loss.entropy_coef:
-        total = total - loss.entropy_coef * it.entropy
+        total = total - loss.entropy_coef * given.entropy
     return replace(result, loss=total)
 
 
-def _policy_loss(it: Occurrences, loss: LossConfig, rollout_sum: RolloutSum) -> OccurrenceLoss:
+def _policy_loss(given: Occurrences, loss: LossConfig, rollout_sum: RolloutSum) -> OccurrenceLoss:
     if loss.name == "sft":
-        return sft_loss(it.log_prob)
+        return sft_loss(given.log_prob)
     if loss.name == "dpo":
-        return dpo_loss(it.log_prob, it.ref_logprob, it.rollout, it.preference, it.pair, rollout_sum, beta=loss.beta)
+        return dpo_loss(
+            given.log_prob, given.ref_logprob, given.rollout, given.preference, given.pair, rollout_sum, beta=loss.beta
+        )
     if loss.name == "cispo":
-        return cispo_loss(it.log_prob, it.old_logprob, it.advantage, clip_high=loss.clip_high)
+        return cispo_loss(given.log_prob, given.old_logprob, given.advantage, clip_high=loss.clip_high)
     clip = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
     if loss.name == "gspo":
-        return gspo_loss(it.log_prob, it.old_logprob, it.advantage, it.rollout, it.trained, rollout_sum, **clip)
+        return gspo_loss(
+            given.log_prob, given.old_logprob, given.advantage, given.rollout, given.trained, rollout_sum, **clip
+        )
     if loss.name == "ppo":
         clip["dual_clip"] = loss.dual_clip
-    return clipped_loss(log_ratio_to_old(it.log_prob, it.old_logprob), it.advantage, **clip)
+    return clipped_loss(log_ratio_to_old(given.log_prob, given.old_logprob), given.advantage, **clip)

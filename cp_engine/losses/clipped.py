@@ -35,7 +35,7 @@ def clipped_loss(
     Schulman et al. 2017 ("PPO", eq. 7), Shao et al. 2024 ("DeepSeekMath", GRPO, eq. 3) and Liu et al. 2025
     ("Understanding R1-Zero-like training", Dr. GRPO) with clip_low = clip_high; Yu et al. 2025 ("DAPO", eq. 8) with
     clip_high above clip_low ("clip-higher"). They differ in advantages and aggregation. With ``dual_clip`` c (Ye et al.
-    2020, "Mastering complex control in MOBA games", eq. 5) the objective where A < 0 is at least ``c A``.
+    2020, "Mastering complex control in MOBA games", dual-clip PPO) the objective where A < 0 is at least ``c A``.
 
     Args:
         log_ratio: [O], differentiable.
