@@ -1,0 +1,167 @@
+"""The Triton backend of the gated delta rule: our state pass and dqkwg, fla's stages around them.
+
+The stages of `cp_engine.kernels.gdn.api` on `ChainTables`, for float32, bfloat16 and float16 rows; states, summaries
+and their gradients are float32. Triton and fla are imported at the first call, so that everything imports where they
+are not installed.
+
+Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, Y entries, X exits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+from cp_engine.kernels.gdn import fla_stages
+from cp_engine.kernels.gdn.reference import Inputs
+from cp_engine.kernels.gdn.triton.chain_tables import ChainTables, chain_tables
+
+__all__ = [
+    "ChainTables",
+    "Stages",
+    "backward_stages",
+    "chain_tables",
+    "chunk_stages",
+    "entry_cotangents",
+    "exit_summary",
+    "input_gradients",
+    "outputs",
+    "why_not",
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The tree-independent half of the forward, rows that lie in fragments only."""
+
+    decay: torch.Tensor  # float32 [n, H] cumulative log2 decay inside each chunk
+    inverse: torch.Tensor  # [n, H, C]
+    w: torch.Tensor  # [n, H, K]
+    u: torch.Tensor  # [n, H, V]
+
+
+def why_not(k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why this backend cannot compute with rows like k and v, in the user's words; None when it can."""
+    for module, package in (("triton", "triton"), ("fla", "fla-core==" + fla_stages.VERSION)):
+        if importlib.util.find_spec(module) is None:
+            return f"needs the package {module} (pip install {package})"
+    if v.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a GPU, or TRITON_INTERPRET=1 before the start; v is on {v.device}"
+    if k.dtype != v.dtype or v.dtype not in DTYPES:
+        return f"computes float32, bfloat16 and float16; got {k.dtype} and {v.dtype}. Use reference"
+    if max(k.shape[2], v.shape[2]) > LARGEST_HEAD:
+        return f"needs head sizes up to {LARGEST_HEAD}; got {k.shape[2]} and {v.shape[2]}. Use reference"
+    return None
+
+
+def _sequences(tables: ChainTables) -> fla_stages.Sequences:
+    return fla_stages.Sequences(tables.fragment_row, tables.chunk_fragment, tables.chunk_size)
+
+
+def _inside(x: torch.Tensor, tables: ChainTables) -> torch.Tensor:
+    """Rows in fragments, without the padding row."""
+    return x[: tables.tokens].contiguous()
+
+
+def _whole(x: torch.Tensor, tables: ChainTables) -> torch.Tensor:
+    """Put the padding row back, zero."""
+    if len(x) == tables.rows:
+        return x
+    return torch.cat([x, x.new_zeros((tables.rows - len(x), *x.shape[1:]))])
+
+
+def chunk_stages(inputs: Inputs, tables: ChainTables) -> Stages:
+    """The tree-independent half of the forward, once over all chunks.
+
+    Raises:
+        ValueError: if this backend cannot compute with these inputs.
+    """
+    reason = why_not(inputs.k, inputs.v)
+    if reason is not None:
+        raise ValueError(f"gdn backend triton {reason}")
+    q, k, v, g, beta = (_inside(x, tables) for x in inputs)
+    if not tables.chunks:
+        empty = v.new_empty(0, v.shape[1], tables.chunk_size)
+        return Stages(g.float(), empty, k.new_empty(0, v.shape[1], k.shape[2]), v)
+    at = _sequences(tables)
+    decay = fla_stages.cumulative_decay(g, at)
+    w, u, inverse = fla_stages.solve(k, v, decay, beta, at)
+    return Stages(decay, inverse, w, u)
+
+
+def exit_summary(inputs: Inputs, stages: Stages, tables: ChainTables) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 B [X, H, K, V] of every exit and A [XA, H, K, K] of the exits below an entry."""
+    from cp_engine.kernels.gdn.triton.forward_pass import run_summary
+
+    k, value_dim = _inside(inputs.k, tables), inputs.v.shape[2]
+    maps = run_summary(k, stages.w, stages.u, stages.decay, tables.entries, tables.summary, tables.chunk_size)
+    if not tables.entries:
+        return maps[tables.exit_slot], maps.new_zeros((0, *maps.shape[1:3], maps.shape[2]))
+    return maps[tables.exit_slot][..., :value_dim], maps[tables.through_slot][..., value_dim:]
+
+
+def outputs(inputs: Inputs, stages: Stages, entry_states: torch.Tensor, tables: ChainTables) -> torch.Tensor:
+    """o [n, H, V] given the float32 states [Y, H, K, V] at the entries; rows outside fragments are zero."""
+    from cp_engine.kernels.gdn.triton.forward_pass import run_states
+
+    if not tables.chunks:
+        return torch.zeros_like(inputs.v)
+    q, k = _inside(inputs.q, tables), _inside(inputs.k, tables)
+    entering, new_v = run_states(k, stages.w, stages.u, stages.decay, entry_states, tables.all, tables.chunk_size)
+    return _whole(fla_stages.output(q, k, new_v, entering, stages.decay, _sequences(tables)), tables)
+
+
+def backward_stages(inputs: Inputs, stages: Stages, dout: torch.Tensor, tables: ChainTables) -> torch.Tensor:
+    """The tree-independent half of the backward before the reverse state pass: the gradient of v' [n, H, V] through
+    outputs of the same chunk; ``dout`` [n, H, V]."""
+    q, k, dout = (_inside(x, tables) for x in (inputs.q, inputs.k, dout))
+    if not tables.chunks:
+        return dout
+    return fla_stages.value_gradient_inside(q, k, dout, stages.decay, _sequences(tables))
+
+
+def entry_cotangents(
+    inputs: Inputs, stages: Stages, dout: torch.Tensor, dv_local: torch.Tensor, tables: ChainTables
+) -> torch.Tensor:
+    """Gradients of the entry states, float32 [Y, H, K, V], when the gradients of all exit states are zero."""
+    from cp_engine.kernels.gdn.triton.backward_pass import run_entry_cotangents
+
+    q, k, dout = (_inside(x, tables) for x in (inputs.q, inputs.k, dout))
+    return run_entry_cotangents(
+        q, k, stages.w, dout, stages.decay, dv_local, tables.entries, tables.through, tables.chunk_size
+    )
+
+
+def input_gradients(
+    inputs: Inputs,
+    stages: Stages,
+    dout: torch.Tensor,
+    dv_local: torch.Tensor,
+    entry_states: torch.Tensor,
+    dexit: torch.Tensor,
+    tables: ChainTables,
+) -> Inputs:
+    """Gradients of the inputs, given those of the exit states ``dexit`` float32 [X, H, K, V]; each in the dtype of
+    its input."""
+    from cp_engine.kernels.gdn.triton.backward_pass import run_adjoint
+    from cp_engine.kernels.gdn.triton.dqkwg import dqkwg
+    from cp_engine.kernels.gdn.triton.forward_pass import run_states
+
+    if not tables.chunks:
+        return Inputs(*(torch.zeros_like(x) for x in inputs))
+    q, k, v, _, beta = (_inside(x, tables) for x in inputs)
+    dout, size, at = _inside(dout, tables), tables.chunk_size, _sequences(tables)
+    decay, w = stages.decay, stages.w
+    entering, new_v = run_states(k, w, stages.u, decay, entry_states, tables.all, size)
+    dleaving, dnew_v = run_adjoint(q, k, w, dout, decay, dv_local, dexit, tables.all, size)
+    dq, dk, dw, dtotal = dqkwg(q, k, new_v, decay, entering, dout, dleaving, dnew_v, tables.all.chunks, size)
+    dk_2, dv, dbeta, dtotal_2 = fla_stages.solve_backward(k, v, decay, beta, stages.inverse, dw, dnew_v, at)
+    dg = fla_stages.decay_gradient(dtotal + dtotal_2, at)
+    grads = (dq, dk + dk_2, dv, dg, dbeta)
+    return Inputs(*(_whole(grad.to(x.dtype), tables) for grad, x in zip(grads, inputs, strict=True)))

@@ -1,0 +1,152 @@
+"""The reverse state pass: one program walks one chain from its end, for some columns of one head's state gradient.
+
+With G the cumulative log2 decay inside a chunk: ``dv' = dv'_local + 2^(G_C - G) k dH+`` and
+``dH = 2^G_C dH+ + s (2^G q)^T dO - w^T dv'``. At a branch point dH+ also takes the dH of every chain that starts there
+(a list in a fixed order, no atomics) and the gradient of its exit.
+
+Shapes: n rows, Hk key heads, H value heads, K and V head sizes (KP: K padded), N chunks, C chunk size, X exits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_engine.kernels.attention.triton.compiler import tl, triton
+from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
+from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, padded, precision, state_sizes
+
+SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
+
+
+@triton.jit(do_not_specialize=["first_chain"])
+def _adjoint_kernel(
+    q, k, w, dout, decay, dv_local, dexit, dstarts, dleaving, dnew_v, chunks, chains, reader_ptr, reader,
+    first_chain, scale,
+    HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, KEEP: tl.constexpr, EXITS: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    number = first_chain + tl.program_id(0)
+    chain = chains + number * CHAIN_COLUMNS
+    head = tl.program_id(1)
+    key_head = head // (H // HK)
+    row, inner = tl.arange(0, C), tl.arange(0, KP)
+    column = tl.program_id(2) * BV + tl.arange(0, BV)
+    live_state = (inner < K)[:, None] & (column < V)[None, :]
+    inside = head * (K * V) + inner[:, None] * V + column[None, :]
+    first, count = tl.load(chain), tl.load(chain + 1)
+    dstate = tl.zeros([KP, BV], dtype=tl.float32)
+    # From branch point to branch point: the inner loop holds no other, so that it can be pipelined.
+    left = count
+    while left > 0:
+        top = first + left - 1
+        slot = tl.load(chunks + top * CHUNK_COLUMNS + 2)
+        begin = tl.load(reader_ptr + slot, mask=slot >= 0, other=0)
+        end = tl.load(reader_ptr + slot + 1, mask=slot >= 0, other=0)
+        for place in range(begin, end):
+            child = tl.cast(tl.load(reader + place), tl.int64)
+            dstate += tl.load(dstarts + child * (H * K * V) + inside, mask=live_state, other=0.0)
+        if EXITS:
+            leaves_at = tl.cast(tl.load(chunks + top * CHUNK_COLUMNS + 3), tl.int64)
+            at_exit = dexit + leaves_at * (H * K * V) + inside
+            dstate += tl.load(at_exit, mask=live_state & (leaves_at >= 0), other=0.0)
+        run = tl.load(chunks + top * CHUNK_COLUMNS + 4)
+        left -= run
+        for i in range(0, run):
+            chunk = top - i
+            start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
+            tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
+            if KEEP:
+                at = dleaving + tl.cast(chunk, tl.int64) * (H * K * V) + inside
+                tl.store(at, dstate.to(dleaving.dtype.element_ty), mask=live_state)
+            live = row < tokens
+            total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
+            last = tl.load(decay + (start + tokens - 1) * H + head)
+            keys = load_rows(k, start, row, key_head, inner, live, HK, K)
+            dvalue = tl.dot(keys, dstate.to(keys.dtype), input_precision=PRECISION)
+            dvalue *= tl.where(live, tl.exp2(last - total), 0.0)[:, None]
+            dvalue += load_rows(dv_local, start, row, head, column, live, H, V)
+            if KEEP:
+                at = dnew_v + start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
+                tl.store(at, dvalue.to(dnew_v.dtype.element_ty), mask=live[:, None] & (column < V)[None, :])
+            read = load_rows(dout, start, row, head, column, live, H, V) * (tl.exp2(total) * scale)[:, None]
+            queries = load_columns(q, start, row, key_head, inner, live, HK, K)
+            erased = load_columns(w, start, row, head, inner, live, H, K)
+            dstate = tl.dot(queries, read.to(queries.dtype), dstate * tl.exp2(last), input_precision=PRECISION)
+            dstate -= tl.dot(erased, dvalue.to(erased.dtype), input_precision=PRECISION)
+    tl.store(dstarts + tl.cast(number, tl.int64) * (H * K * V) + inside, dstate, mask=live_state)
+
+
+@triton.jit
+def _sum_kernel(dstarts, reader_ptr, reader, sums, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the gradients of the chains that start from entry ``program_id(0)``, slot 1 + it, in a fixed order."""
+    entry = tl.program_id(0)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = element < ELEMENTS
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for place in range(tl.load(reader_ptr + entry + 1), tl.load(reader_ptr + entry + 2)):
+        chain = tl.cast(tl.load(reader + place), tl.int64)
+        total += tl.load(dstarts + chain * ELEMENTS + element, mask=live, other=0.0)
+    tl.store(sums + tl.cast(entry, tl.int64) * ELEMENTS + element, total, mask=live)
+
+
+def run_adjoint(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    dout: torch.Tensor,
+    decay: torch.Tensor,
+    dv_local: torch.Tensor,
+    dexit: torch.Tensor,
+    walk: StatePass,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the gradients of the inputs need of the reverse state pass.
+
+    Args:
+        q: [n, Hk, K], not scaled.
+        dout: [n, H, V].
+        dv_local: [n, H, V] gradient of v' through outputs of the same chunk.
+        dexit: float32 [X, H, K, V] gradients of the exit states.
+
+    Returns:
+        The gradient of the state leaving each chunk [N, H, K, V], and of v' [n, H, V]; in the dtype of ``dv_local``.
+    """
+    heads, value_dim = dv_local.shape[1:]
+    dleaving = dv_local.new_empty((len(walk.chunks), heads, k.shape[2], value_dim))
+    dnew_v = torch.empty_like(dv_local)
+    _launch(q, k, w, dout, decay, dv_local, dexit, dleaving, dnew_v, walk, chunk_size)
+    return dleaving, dnew_v
+
+
+def run_entry_cotangents(
+    q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, dout: torch.Tensor, decay: torch.Tensor,
+    dv_local: torch.Tensor, entries: int, walk: StatePass, chunk_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """C: gradients of the entry states, float32 [Y, H, K, V], when those of all exit states are zero."""
+    shape = (k.shape[2], dv_local.shape[2])
+    dstarts = _launch(q, k, w, dout, decay, dv_local, None, None, None, walk, chunk_size)
+    sums = torch.empty((entries, dv_local.shape[1], *shape), dtype=torch.float32, device=k.device)
+    if entries:
+        elements = sums[0].numel()
+        grid = (entries, triton.cdiv(elements, SUM_ELEMENTS))
+        _sum_kernel[grid](dstarts, walk.reader_ptr, walk.reader, sums, ELEMENTS=elements, BLOCK=SUM_ELEMENTS)
+    return sums
+
+
+def _launch(q, k, w, dout, decay, dv_local, dexit, dleaving, dnew_v, walk: StatePass, chunk_size: int) -> torch.Tensor:
+    """Returns the gradient of the state that each chain starts from, float32 [C, H, K, V]."""
+    heads, value_dim = dv_local.shape[1:]
+    key_heads, key_dim = k.shape[1:]
+    sizes = state_sizes(value_dim, dv_local.dtype)
+    dstarts = torch.empty((len(walk.chains), heads, key_dim, value_dim), dtype=torch.float32, device=k.device)
+    for begin, end in reversed(walk.levels):
+        _adjoint_kernel[(end - begin, heads, triton.cdiv(value_dim, sizes.columns))](
+            q, k, w, dout, decay, dv_local, dexit, dstarts, dleaving, dnew_v,
+            walk.chunks, walk.chains, walk.reader_ptr, walk.reader, begin, key_dim**-0.5,
+            HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
+            KEEP=dleaving is not None, EXITS=dexit is not None and len(dexit) > 0, PRECISION=precision(dv_local.dtype),
+            CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
+            num_warps=sizes.warps, num_stages=sizes.stages,
+        )  # fmt: skip
+    return dstarts

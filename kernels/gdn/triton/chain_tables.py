@@ -1,0 +1,169 @@
+"""Chunks and chains of a rank's fragments, for kernels in which one program walks one chain.
+
+Chunks restart at every fragment and are numbered in the order of the rows, as fla numbers those of its sequences. A
+chain is a heavy path of fragments, so its chunks are adjacent. Chains of one level do not depend on each other: a
+level is one launch, and there are at most log2(leaves) + 1.
+
+States live in slots: slot 0 is the zero state, slots 1..Y are the entries, the others belong to branch points (ends of
+fragments that another chain or another rank starts from).
+
+Shapes: F fragments, N chunks, C chains of a pass, S slots, Y entries, X exits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+# First row; tokens; slot that its last state goes to or -1; exit that it ends at or -1; chunks of its chain from the
+# last branch point above it up to itself.
+CHUNK_COLUMNS = 5
+CHAIN_COLUMNS = 4  # first chunk, chunks, slot that it starts from, 1 below an entry else 0
+
+
+@dataclass(frozen=True, eq=False)
+class StatePass:
+    """Chains that one pass walks, level by level, the longest of a level first."""
+
+    chunks: torch.Tensor  # int32 [N, CHUNK_COLUMNS]
+    chains: torch.Tensor  # int32 [C, CHAIN_COLUMNS]
+    levels: tuple[tuple[int, int], ...]  # chains [begin, end) of each launch, parents first
+    slots: int
+    reader_ptr: torch.Tensor  # int32 [S + 1]
+    reader: torch.Tensor  # int32 [C] chains that start from each slot
+
+
+@dataclass(frozen=True, eq=False)
+class ChainTables:
+    rows: int  # n, padding row included
+    tokens: int  # rows that lie in fragments
+    chunk_size: int
+    fragment_row: torch.Tensor  # int64 [F + 1] what fla calls cu_seqlens
+    chunk_fragment: torch.Tensor  # int64 [N, 2] fragment and place in it, what fla calls chunk_indices
+    chunks: int
+    entries: int
+    all: StatePass
+    summary: StatePass  # only what leads to an exit; slots of its own, which are few
+    through: StatePass  # only what stands below an entry; slots of ``all``
+    exit_slot: torch.Tensor  # int64 [X] in the slots of ``summary``
+    through_slot: torch.Tensor  # int64 [XA] those of the exits that are affine in an entry
+
+
+@dataclass(frozen=True, eq=False)
+class _Fragments:
+    """Per fragment: parent or -1, entry or -1, chain, first and last chunk, below an entry, at or above an exit."""
+
+    parent: np.ndarray
+    entry: np.ndarray
+    chain: np.ndarray
+    first_chunk: np.ndarray
+    last_chunk: np.ndarray
+    below: np.ndarray
+    to_exit: np.ndarray
+
+
+def chain_tables(
+    fragment_row: np.ndarray,
+    fragment_parent: np.ndarray,
+    fragment_entry: np.ndarray,
+    chain_fragment: np.ndarray,
+    chain_level: np.ndarray,
+    exit_fragment: np.ndarray,
+    exit_entry: np.ndarray,
+    entries: int,
+    rows: int,
+    chunk_size: int = 64,
+    device: torch.device | str = "cpu",
+) -> ChainTables:
+    """Tables of one rank's plan (the arguments are its fields); ``rows`` counts the padding row.
+
+    Raises:
+        ValueError: for a chunk size that the kernels do not have.
+    """
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"chunk_size of the Triton backend must be 16, 32 or 64, got {chunk_size}")
+    count = -(-np.diff(fragment_row) // chunk_size)
+    last_chunk = np.cumsum(count) - 1
+    below, to_exit = _walk(fragment_parent, fragment_entry, exit_fragment)
+    chain = np.repeat(np.arange(len(chain_level)), np.diff(chain_fragment))
+    fragments = _Fragments(fragment_parent, fragment_entry, chain, last_chunk - count + 1, last_chunk, below, to_exit)
+    fragment = np.repeat(np.arange(len(count)), count)
+    place = np.arange(len(fragment)) - fragments.first_chunk[fragment]
+    start = np.asarray(fragment_row)[fragment] + place * chunk_size
+    chunks = np.full((len(fragment), CHUNK_COLUMNS), -1, np.int64)
+    chunks[:, 0] = start
+    chunks[:, 1] = np.minimum(np.asarray(fragment_row)[fragment + 1] - start, chunk_size)
+    chunks[last_chunk[exit_fragment], 3] = np.arange(len(exit_fragment))
+
+    everything = np.ones(len(count), bool)
+    passes = [
+        _state_pass(fragments, chain_level, chunks, kept, slots_of, 1 + entries, device)
+        for kept, slots_of in ((everything, everything), (to_exit, to_exit), (below, everything))
+    ]
+    exit_slot = passes[1].chunks[torch.as_tensor(last_chunk[exit_fragment], device=device), 2].long()
+    return ChainTables(
+        rows=rows,
+        tokens=int(fragment_row[-1]),
+        chunk_size=chunk_size,
+        fragment_row=torch.as_tensor(np.asarray(fragment_row, np.int64), device=device),
+        chunk_fragment=torch.as_tensor(np.stack([fragment, place], 1), device=device),
+        chunks=len(fragment),
+        entries=entries,
+        all=passes[0],
+        summary=passes[1],
+        through=passes[2],
+        exit_slot=exit_slot,
+        through_slot=exit_slot[torch.as_tensor(np.flatnonzero(exit_entry >= 0), device=device)],
+    )
+
+
+def _walk(parent, entry, exit_fragment) -> tuple[np.ndarray, np.ndarray]:
+    """Per fragment: whether it stands below an entry, and whether an exit stands at or below it."""
+    below, up = (np.asarray(entry) >= 0).tolist(), np.asarray(parent).tolist()
+    to_exit = np.zeros(len(up), bool)
+    to_exit[exit_fragment] = True
+    for f, p in enumerate(up):
+        if p >= 0:
+            below[f] = below[p]
+    for f in range(len(up) - 1, -1, -1):
+        if up[f] >= 0 and to_exit[f]:
+            to_exit[up[f]] = True
+    return np.asarray(below, bool), to_exit
+
+
+def _state_pass(
+    of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.ndarray, slots_of: np.ndarray, slot: int, device
+) -> StatePass:
+    """The pass over the ``kept`` fragments (of a chain, its first ones); slots for the branch points above any of
+    ``slots_of``, numbered from ``slot`` on."""
+    opens = np.ones(len(of.chain), bool)
+    opens[1:] = of.chain[1:] != of.chain[:-1]
+    branches = np.zeros(len(of.chain), bool)
+    branches[of.parent[opens & slots_of & (of.parent >= 0)]] = True
+    branches |= (chunks[of.last_chunk, 3] >= 0) & slots_of
+    table = chunks.copy()
+    ends = of.last_chunk[branches]
+    table[ends, 2] = slot + np.arange(len(ends))
+    begins = np.zeros(len(table) + 1, bool)
+    begins[of.first_chunk[opens]] = True
+    begins[ends + 1] = True
+    index = np.arange(len(table))
+    table[:, 4] = 1 + index - np.maximum.accumulate(np.where(begins[:-1], index, 0))
+
+    number = np.unique(of.chain[kept])
+    head = np.searchsorted(of.chain, number)
+    last = head + np.bincount(of.chain[kept], minlength=len(level))[number] - 1
+    parent = of.parent[head]
+    starts_from = np.where(parent >= 0, table[of.last_chunk[parent], 2], 1 + of.entry[head])
+    assert (starts_from >= 0).all()
+    length = of.last_chunk[last] - of.first_chunk[head] + 1
+    order = np.lexsort((-length, level[number]))
+    chains = np.stack([of.first_chunk[head], length, starts_from, of.below[head]], 1)[order]
+    bounds = np.append(np.unique(level[number][order], return_index=True)[1], len(order)).tolist()
+    slots = slot + len(ends)
+    reader = np.argsort(chains[:, 2], kind="stable")
+    reader_ptr = np.searchsorted(chains[reader, 2], np.arange(slots + 1))
+    tensors = [torch.as_tensor(x.astype(np.int32), device=device) for x in (table, chains, reader_ptr, reader)]
+    return StatePass(tensors[0], tensors[1], tuple(zip(bounds[:-1], bounds[1:], strict=True)), slots, *tensors[2:])

@@ -1,0 +1,132 @@
+"""Gradients of q, k, w and of the decays through the output and the state pass, chunk by chunk.
+
+With G the cumulative log2 decay inside a chunk, D_ij = 2^(G_i - G_j) for j <= i, s = K^-1/2, H the state entering the
+chunk and dH+ the gradient of the one leaving it::
+
+    dw = -dv' H^T                    dS = s D (dO v'^T)
+    dq = s 2^G (dO H^T) + dS k       dk = dS^T q + dR  with  dR = 2^(G_C - G) (v' dH+^T)
+    dG_i = q_i . dq_i - k_i . dk_i   and at the last token also  sum_j k_j . dR_j + 2^G_C sum(H dH+)
+
+(dG in units of the natural logarithm.) dS^T is a product of its own, ``v' dO^T``: with Triton 3.4 to 3.7.0 a product
+whose operand is transposed in registers is wrong on Hopper.
+
+Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_engine.kernels.attention.triton.compiler import tl, triton
+from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS
+from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, padded, precision
+
+BLOCK_KEYS = 64
+BLOCK_VALUES = 64
+# Compiled for sm_90, 8 warps spill nothing and 4 do; not timed yet.
+WARPS = 8
+STAGES = 2
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dqkwg_kernel(
+    q, k, new_v, decay, entering, dout, dleaving, dnew_v, dq, dk, dw, dg, chunks, rows, scale,
+    HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    key_head = head // (H // HK)
+    start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
+    tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
+    row, inner = tl.arange(0, C), tl.program_id(2) * BK + tl.arange(0, BK)
+    live = row < tokens
+    state = (tl.cast(chunk, tl.int64) * H + head) * (K * V)
+    dqueries, dkeys = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    derased = tl.zeros([C, BK], dtype=tl.float32)
+    scores, scores_t = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    dlast = tl.zeros([BV], dtype=tl.float32)
+    for block in range(0, tl.cdiv(V, BV)):
+        column = block * BV + tl.arange(0, BV)
+        grads = load_rows(dout, start, row, head, column, live, H, V)
+        values = load_rows(new_v, start, row, head, column, live, H, V)
+        dvalues = load_rows(dnew_v, start, row, head, column, live, H, V)
+        at = state + inner[None, :] * V + column[:, None]
+        live_state = (inner < K)[None, :] & (column < V)[:, None]
+        h = tl.load(entering + at, mask=live_state, other=0.0)  # [BV, BK]
+        dh = tl.load(dleaving + at, mask=live_state, other=0.0)
+        dlast += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+        dqueries = tl.dot(grads, h, dqueries, input_precision=PRECISION)
+        dkeys = tl.dot(values, dh, dkeys, input_precision=PRECISION)
+        derased = tl.dot(dvalues, h, derased, input_precision=PRECISION)
+        values_t = load_columns(new_v, start, row, head, column, live, H, V)
+        grads_t = load_columns(dout, start, row, head, column, live, H, V)
+        scores = tl.dot(grads, values_t, scores, input_precision=PRECISION)
+        scores_t = tl.dot(values, grads_t, scores_t, input_precision=PRECISION)
+    out = start * (H * K) + head * K + row[:, None] * (H * K) + inner[None, :]
+    live_out = live[:, None] & (inner < K)[None, :]
+    tl.store(dw + out, (-derased).to(dw.dtype.element_ty), mask=live_out)
+
+    total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
+    last = tl.load(decay + (start + tokens - 1) * H + head)
+    # Masked before the exponential: above the diagonal it may overflow.
+    both = live[:, None] & live[None, :]
+    lower, upper = row[:, None] >= row[None, :], row[:, None] <= row[None, :]
+    apart = total[:, None] - total[None, :]
+    scores *= tl.where(both & lower, tl.exp2(tl.where(both & lower, apart, 0.0)), 0.0) * scale
+    scores_t *= tl.where(both & upper, tl.exp2(tl.where(both & upper, -apart, 0.0)), 0.0) * scale
+    queries = load_rows(q, start, row, key_head, inner, live, HK, K)
+    keys = load_rows(k, start, row, key_head, inner, live, HK, K)
+    dkeys *= tl.where(live, tl.exp2(last - total), 0.0)[:, None]
+    dlast_token = tl.sum(tl.sum(keys * dkeys, 1), 0)
+    dlast_token += tl.exp2(last) * tl.sum(dlast, 0)
+    dqueries *= (tl.exp2(total) * scale)[:, None]
+    dqueries = tl.dot(scores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
+    dkeys = tl.dot(scores_t.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
+    dtotal = tl.sum(queries * dqueries, 1) - tl.sum(keys * dkeys, 1)
+    dtotal += tl.where(row == tokens - 1, dlast_token, 0.0)
+    tl.store(dq + out, dqueries.to(dq.dtype.element_ty), mask=live_out)
+    tl.store(dk + out, dkeys.to(dk.dtype.element_ty), mask=live_out)
+    part = tl.cast(tl.program_id(2), tl.int64) * rows + start
+    tl.store(dg + part * H + head + row * H, dtotal, mask=live)
+
+
+def dqkwg(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    new_v: torch.Tensor,
+    decay: torch.Tensor,
+    entering: torch.Tensor,
+    dout: torch.Tensor,
+    dleaving: torch.Tensor,
+    dnew_v: torch.Tensor,
+    chunks: torch.Tensor,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients through outputs and state pass; those through w and u (from dw and dnew_v) come on top.
+
+    Args:
+        q: [n, Hk, K], not scaled; k alike.
+        new_v: [n, H, V] v'; ``dout`` and ``dnew_v`` alike.
+        decay: float32 [n, H] cumulative log2 decay inside each chunk.
+        entering: [N, H, K, V] states; ``dleaving`` alike, gradients of the states after the chunks.
+        chunks: int32 [N, CHUNK_COLUMNS].
+
+    Returns:
+        dq and dk float32 [n, Hk, K], dw [n, H, K] in the dtype of k, and the gradient of the cumulative (natural) log
+        decay, float32 [n, H].
+    """
+    rows, heads, value_dim = new_v.shape
+    key_heads, key_dim = k.shape[1:]
+    block_keys = min(BLOCK_KEYS, padded(key_dim))
+    parts = triton.cdiv(key_dim, block_keys)
+    dq, dk = (torch.empty((rows, heads, key_dim), dtype=torch.float32, device=k.device) for _ in range(2))
+    dw = k.new_empty((rows, heads, key_dim))
+    dg = torch.empty((parts, rows, heads), dtype=torch.float32, device=k.device)
+    _dqkwg_kernel[(len(chunks), heads, parts)](
+        q, k, new_v, decay, entering, dout, dleaving, dnew_v, dq, dk, dw, dg, chunks, rows, key_dim**-0.5,
+        HK=key_heads, H=heads, K=key_dim, V=value_dim, BK=block_keys, BV=min(BLOCK_VALUES, padded(value_dim)),
+        C=chunk_size, PRECISION=precision(k.dtype), CHUNK_COLUMNS=CHUNK_COLUMNS,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    dq, dk = (x.unflatten(1, (key_heads, heads // key_heads)).sum(2) for x in (dq, dk))
+    return dq, dk, dw, dg.sum(0)

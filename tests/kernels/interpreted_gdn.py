@@ -1,0 +1,194 @@
+"""Cases of the Triton GDN backend in Triton's interpreter; `test_gdn_triton.py` runs this file."""
+
+import tests.kernels.interpreted  # noqa: F401  isort: skip
+
+import importlib
+import inspect
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import KernelInterface
+
+from cp_engine.kernels.gdn import fla_stages
+from cp_engine.kernels.gdn import triton as gdn
+from cp_engine.sharding.gdn_plan import gdn_plan
+from cp_engine.sharding.layout import layout_from_cuts
+from tests.forests import comb_rows
+from tests.gdn_oracle import forest_of_segments, random_forest, relative_errors
+from tests.kernels.attention_oracle import poisoned_memory
+from tests.kernels.gdn_cases import NAMES, Case, case, rank_plans, whole_plan
+
+BOUND = 1e-5  # float32; see the log for what is seen
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_configurations():
+    """fla's autotuners ask for a GPU driver unless there is nothing to choose."""
+    import fla.ops.common.chunk_o
+    import fla.ops.gated_delta_rule  # noqa: F401
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.ops")]:
+        for value in vars(module).values():
+            while isinstance(value, KernelInterface):
+                if isinstance(value, Autotuner):
+                    value.configs = value.configs[:1]
+                value = getattr(value, "fn", None)
+
+
+def errors(mine: Case, tables: gdn.ChainTables | None = None) -> dict[str, float]:
+    """Largest difference over the largest value, of every result that has elements."""
+    with poisoned_memory():
+        got = mine.run(tables or mine.tables())
+    truth = mine.truth()
+    assert [x.shape for x in got] == [x.shape for x in truth]
+    some = [(name, x, true) for name, x, true in zip(NAMES, got, truth, strict=True) if x.numel()]
+    names, got, truth = zip(*some, strict=True)
+    return dict(zip(names, relative_errors(got, truth), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seed", "sizes", "keys", "slow"),
+    [
+        (0, (1, 2, 32, 32), "low rank", True),
+        (1, (1, 1, 20, 48), "random", False),
+        (2, (1, 1, 72, 24), "low rank", True),
+    ],
+    ids=["shared key head", "fast decay", "several key blocks"],
+)
+def test_equals_the_reference_on_one_rank(seed, sizes, keys, slow):
+    mine = case(whole_plan(random_forest(seed, 7)), 0, sizes, keys, slow)
+    found = errors(mine)
+    assert set(found) == set(NAMES) - {"A", "B", "dentry"}
+    assert max(found.values()) <= BOUND, found
+
+
+def test_equals_the_reference_on_several_ranks():
+    for rank, plan in enumerate(rank_plans(random_forest(0, 7), 0)):
+        found = errors(case(plan, rank, (1, 1, 32, 32)))
+        assert max(found.values()) <= BOUND, (rank, found)
+
+
+def small_case(rank: int = 1) -> Case:
+    """Rank 1 starts inside a trunk: below an entry a chunk of the trunk, two branch points, and one exit (the trunk's
+    end, whose last child is on rank 0)."""
+    forest = forest_of_segments([(-1, 94), (0, 5), (1, 2), (1, 3), (0, 4), (0, 1)])
+    layout = layout_from_cuts(np.array([0, 30, 108, 109]), np.array([0, 1, 0]), 3)
+    return case(gdn_plan(forest, layout, rank, "affine", 4), rank, (1, 1, 16, 16))
+
+
+def test_a_rank_below_an_entry_and_a_rank_without_tokens():
+    found = errors(small_case())
+    assert set(found) == set(NAMES) and max(found.values()) <= BOUND, found
+    idle = errors(small_case(rank=2))
+    assert set(idle.values()) == {0.0}, idle
+
+
+def changed(walk, name: str, tensor: torch.Tensor):
+    return replace(walk, **{name: tensor})
+
+
+def forgotten_entry(tables):
+    starts = tables.all.chains.clone()
+    starts[starts[:, 2] <= tables.entries, 2] = 0
+    return replace(tables, all=changed(tables.all, "chains", starts))
+
+
+def swapped_siblings(tables):
+    starts = tables.all.chains.clone()
+    first, second = starts[starts[:, 2] > tables.entries, 2].unique()
+    starts[:, 2] = torch.where(starts[:, 2] == first, second, torch.where(starts[:, 2] == second, first, starts[:, 2]))
+    return replace(tables, all=changed(tables.all, "chains", starts))
+
+
+def without_last_reader(walk):
+    ends = walk.reader_ptr.clone()
+    ends[-1] -= 1
+    return changed(walk, "reader_ptr", ends)
+
+
+def missing_branch_sum(tables):
+    return replace(tables, all=without_last_reader(tables.all))
+
+
+def missing_branch_sum_above_an_entry(tables):
+    return replace(tables, through=without_last_reader(tables.through))
+
+
+def lost_exit_gradient(tables):
+    chunks = tables.all.chunks.clone()
+    chunks[:, 3] = -1
+    return replace(tables, all=changed(tables.all, "chunks", chunks))
+
+
+def summary_from_zero(tables):
+    starts = tables.summary.chains.clone()
+    starts[:, 2] = 0
+    return replace(tables, summary=changed(tables.summary, "chains", starts))
+
+
+@pytest.mark.parametrize(
+    ("fault", "shows"),
+    [
+        (forgotten_entry, {"o", "dq", "dk", "dg"}),
+        (swapped_siblings, {"o", "dq", "dk"}),
+        (missing_branch_sum, {"dk", "dv", "dg", "dbeta"}),
+        (missing_branch_sum_above_an_entry, {"dentry"}),
+        (lost_exit_gradient, {"dk", "dv", "dg", "dbeta"}),
+        (summary_from_zero, {"A"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_planted_faults_show(fault, shows):
+    mine = small_case()
+    found = errors(mine, fault(mine.tables()))
+    assert all(found[name] > 1e-3 for name in shows), found
+
+
+def test_launches_follow_the_leaves_not_the_depth():
+    comb = comb_rows(70).forest
+    for forest in (comb, *(random_forest(seed, 40) for seed in range(5))):
+        plan = whole_plan(forest)
+        tables = case(plan, 0, (1, 1, 16, 16)).tables()
+        leaves = forest.segments - len(set(forest.parent[forest.parent >= 0].tolist()))
+        assert len(tables.all.levels) <= np.log2(leaves) + 1
+        assert len(tables.summary.chains) == len(tables.through.chains) == 0
+        lengths = tables.all.chains[:, 1]
+        assert int(lengths.sum()) == tables.chunks
+        assert all((lengths[begin:end].diff() <= 0).all() for begin, end in tables.all.levels)
+    assert len(case(whole_plan(comb), 0, (1, 1, 16, 16)).tables().all.levels) == 2
+
+
+def test_contract_with_fla():
+    assert version("fla-core") == fla_stages.VERSION
+    for (module, name), parameters in fla_stages.CONTRACT.items():
+        signature = inspect.signature(getattr(importlib.import_module(module), name))
+        assert set(parameters) <= set(signature.parameters), name
+        required = {key for key, value in signature.parameters.items() if value.default is inspect.Parameter.empty}
+        assert required - {"kwargs"} <= set(parameters), name
+
+
+def test_values_of_fla_stages():
+    """Each stage alone against the float64 reference, by chunk."""
+    mine = small_case()
+    tables = mine.tables()
+    stages = gdn.chunk_stages(mine.inputs, tables)
+    dv_local = gdn.backward_stages(mine.inputs, stages, mine.dout, tables)
+    true, true_back, groups = mine.true_stages()
+    for stage, back, group in zip(true, true_back, groups, strict=True):
+        live = group.rows < tables.tokens
+        rows = group.rows[live]
+        for got, expected in ((stages.w, stage.w), (stages.u, stage.u), (dv_local, back.dv_local)):
+            assert relative_errors([got[rows]], [expected.transpose(1, 2)[live]])[0] <= BOUND
+        last = group.rows.masked_fill(~live, 0).amax(1)
+        assert relative_errors([stages.decay[last].exp2()], [stage.decay])[0] <= BOUND
+    g = torch.rand(tables.tokens, 1, generator=torch.Generator().manual_seed(0))
+    at = fla_stages.Sequences(tables.fragment_row, tables.chunk_fragment, tables.chunk_size)
+    summed = fla_stages.decay_gradient(g, at)
+    for start, tokens in tables.all.chunks[:, :2].tolist():
+        part = g[start : start + tokens].double()
+        assert relative_errors([summed[start : start + tokens]], [part.flip(0).cumsum(0).flip(0)])[0] <= BOUND
