@@ -4,7 +4,7 @@ fla's kernels restart their chunks at every sequence, so fragments are its seque
 all of them. Decays are cumulative inside a chunk and in the log2 domain; gradients of them are in units of the natural
 logarithm. fla is imported at the first call, since that takes seconds and needs Triton.
 
-Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size, F fragments.
+Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size, F fragments, W taps, D channels.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ CONTRACT = {
     ),
     ("fla.ops.common.chunk_o", "chunk_bwd_dv_local"): (
         "q", "k", "do", "g", "scale", "cu_seqlens", "chunk_size", "chunk_indices",
+    ),
+    ("fla.modules.causal_conv1d.ops", "causal_conv1d_fwd"): (
+        "x", "weight", "bias", "residual", "initial_state", "activation", "cu_seqlens", "chunk_indices", "chunk_size",
+    ),
+    ("fla.modules.causal_conv1d.ops", "causal_conv1d_bwd"): (
+        "x", "dy", "dht", "weight", "initial_state", "activation", "cu_seqlens", "chunk_indices", "chunk_size",
     ),
 }  # fmt: skip
 
@@ -122,3 +128,36 @@ def value_gradient_inside(
         **at.where(),
     )  # fmt: skip
     return dv[0]
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, history: torch.Tensor, at: Sequences) -> torch.Tensor:
+    """SiLU of the causal depthwise convolution, [n, D].
+
+    Args:
+        x: [n, D].
+        weight: [D, W].
+        history: [F, D, W] inputs above each fragment on its root path, oldest first; column 0 is not read.
+    """
+    from fla.modules.causal_conv1d.ops import causal_conv1d_fwd
+
+    y, _ = causal_conv1d_fwd(
+        x=x[None], weight=weight, bias=None, residual=None, initial_state=history, activation="silu",
+        chunk_size=at.chunk_size, **at.where(),
+    )  # fmt: skip
+    return y[0]
+
+
+def convolution_backward(
+    x: torch.Tensor, weight: torch.Tensor, history: torch.Tensor, dout: torch.Tensor, at: Sequences
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x [n, D], weight [D, W] and history [F, D, W], each in its dtype; column 0 of the last is zero.
+
+    No state is carried from one fragment to another, so the gradient of what is left behind (fla's ``dht``) is none.
+    """
+    from fla.modules.causal_conv1d.ops import causal_conv1d_bwd
+
+    dx, dweight, _, _, dhistory = causal_conv1d_bwd(
+        x=x[None], dy=dout[None], dht=None, weight=weight, initial_state=history, activation="silu",
+        chunk_size=at.chunk_size, **at.where(),
+    )  # fmt: skip
+    return dx[0], dweight, dhistory

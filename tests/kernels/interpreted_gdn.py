@@ -14,6 +14,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import KernelInterface
 
+from cp_engine.kernels.conv import conv_tables, tree_conv
 from cp_engine.kernels.gdn import fla_stages
 from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.sharding.gdn_plan import gdn_plan
@@ -29,10 +30,11 @@ BOUND = 1e-5  # float32; see the log for what is seen
 @pytest.fixture(autouse=True, scope="module")
 def single_configurations():
     """fla's autotuners ask for a GPU driver unless there is nothing to choose."""
+    import fla.modules.causal_conv1d.ops
     import fla.ops.common.chunk_o
     import fla.ops.gated_delta_rule  # noqa: F401
 
-    for module in [module for name, module in sys.modules.items() if name.startswith("fla.ops")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
         for value in vars(module).values():
             while isinstance(value, KernelInterface):
                 if isinstance(value, Autotuner):
@@ -192,3 +194,28 @@ def test_values_of_fla_stages():
     for start, tokens in tables.all.chunks[:, :2].tolist():
         part = g[start : start + tokens].double()
         assert relative_errors([summed[start : start + tokens]], [part.flip(0).cumsum(0).flip(0)])[0] <= BOUND
+
+
+def test_convolution_of_fla_on_root_paths():
+    """Fragments of 1 to 5 tokens whose history spans several of them, against autograd through float64 windows."""
+    plan = small_case().plan
+    tables = small_case().tables()
+    rng = torch.Generator().manual_seed(0)
+    tokens, width, channels = tables.tokens, plan.history.shape[1] + 1, 40
+    fetched = plan.history_fetch.rows_in
+    x_ext, weight = (torch.randn(*shape, generator=rng) for shape in ((tokens + fetched, channels), (channels, width)))
+    dout = torch.randn(tokens, channels, generator=rng)
+    history = torch.as_tensor(plan.history)
+    above = torch.where((history >= 0)[..., None], x_ext[history], 0.0)
+    columns = torch.cat([torch.zeros(len(above), channels, 1), above.mT], 2).contiguous()
+    at = fla_stages.Sequences(tables.fragment_row, tables.chunk_fragment, tables.chunk_size)
+    y = fla_stages.convolution(x_ext[:tokens], weight, columns, at)
+    dx, dweight, dcolumns = fla_stages.convolution_backward(x_ext[:tokens], weight, columns, dout, at)
+    dx_ext = torch.cat([dx, torch.zeros(fetched, channels)])
+    dx_ext.index_add_(0, history[history >= 0], dcolumns[..., 1:].mT[history >= 0])
+
+    leaves = [x_ext.double().requires_grad_(), weight.double().requires_grad_()]
+    taps = conv_tables(plan.fragment_row, plan.history, tokens, fetched)
+    truth = torch.nn.functional.silu(tree_conv(*leaves, taps))
+    expected = torch.autograd.grad(truth, leaves, dout.double())
+    assert max(relative_errors((y, dx_ext, dweight), (truth, *expected))) <= BOUND

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import triton as gdn
-from cp_engine.kernels.gdn.triton import dqkwg, primitives
-from cp_engine.kernels.gdn.triton.primitives import Sizes
+from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, primitives
+from cp_engine.kernels.gdn.triton.primitives import STATE, Sizes
 from tests.gdn_oracle import random_forest
 from tests.kernels.gdn_cases import NAMES, case, rank_plans, whole_plan
 
@@ -48,6 +48,51 @@ def test_refusals_name_the_remedy(monkeypatch):
     arrays = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.chain_fragment, p.chain_level)
     with pytest.raises(ValueError, match="chunk_size of the Triton backend must be 16, 32 or 64, got 20"):
         gdn.chain_tables(*arrays, p.exit_fragment, p.exit_entry, 0, len(mine.dout), chunk_size=20)
+
+
+ARGUMENT_TYPES = (
+    dict.fromkeys(("decay", "states", "dexit", "dstarts", "dq", "dk", "dg"), "*fp32")
+    | dict.fromkeys(("chunks", "chains", "reader_ptr", "reader"), "*i32")
+    | {"first_chain": "i32", "rows": "i32", "scale": "fp32"}
+)
+HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", "CHUNK_COLUMNS": 5, "CHAIN_COLUMNS": 4}
+COLUMNS = {"KP": 128, "BV": STATE.columns}
+UNKEPT = {"KEEP": False, "entering": None, "new_v": None, "dexit": None, "dleaving": None, "dnew_v": None}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps", "stages"),
+    [
+        (forward_pass._state_kernel, COLUMNS | {"COLUMNS": 128, "KEEP": True}, STATE.warps, STATE.stages),
+        (forward_pass._state_kernel, COLUMNS | UNKEPT | {"COLUMNS": 256}, STATE.warps, STATE.stages),
+        (backward_pass._adjoint_kernel, COLUMNS | {"KEEP": True, "EXITS": True}, STATE.warps, STATE.stages),
+        (backward_pass._adjoint_kernel, COLUMNS | UNKEPT | {"EXITS": False}, STATE.warps, STATE.stages),
+        (dqkwg._dqkwg_kernel, {"BK": 64, "BV": 64}, dqkwg.WARPS, dqkwg.STAGES),
+    ],
+    ids=["states", "summary", "adjoint", "entry cotangents", "dqkwg"],
+)
+def test_compiles_for_hopper_without_one(kernel, constants, warps, stages):
+    """Every product on matrix units, and loads that the compiler pipelines (a loop around a loop it does not)."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {name: value for name, value in (HEADS | constants).items() if name in kernel.arg_names}
+    signature, places, aligned = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else ARGUMENT_TYPES.get(name, "*bf16")
+        if name in constants:
+            places[(place,)] = constants[name]
+        elif signature[name].startswith("*"):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    made = triton.compile(
+        ASTSource(kernel, signature, places, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
+    assert "wgmma.mma_async" in made.asm["ptx"] and "mma.sync" not in made.asm["ptx"]
+    assert "cp.async" in made.asm["ptx"]
+    assert made.metadata.shared <= 227 * 1024
 
 
 def root_mean_square(got: torch.Tensor, truth: torch.Tensor) -> float:

@@ -21,8 +21,8 @@ class Sizes:
 # A program holds K x columns of the state in float32 registers. Compiled for sm_90 these spill nothing (64 columns with
 # 4 warps do in the backward); no option has been timed yet.
 STATE = Sizes(32, 4, 2)
-# float32 products are exact (no tf32), without matrix units: small tiles.
-FLOAT32 = Sizes(32, 4, 1)
+# float32 products are exact (no tf32), without matrix units: more columns spill.
+FLOAT32 = Sizes(16, 8, 1)
 
 
 def state_sizes(value_dim: int, dtype: torch.dtype) -> Sizes:
