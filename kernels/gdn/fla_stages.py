@@ -4,7 +4,8 @@ fla's kernels restart their chunks at every sequence, so fragments are its seque
 all of them. Decays are cumulative inside a chunk and in the log2 domain; gradients of them are in units of the natural
 logarithm. fla is imported at the first call, since that takes seconds and needs Triton.
 
-Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size, F fragments, W taps, D channels.
+Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size, F fragments, W taps,
+D channels.
 """
 
 from __future__ import annotations

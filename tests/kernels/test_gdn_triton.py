@@ -13,6 +13,7 @@ import torch
 
 from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, primitives
+from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS
 from cp_engine.kernels.gdn.triton.primitives import STATE, Sizes
 from tests.gdn_oracle import random_forest
 from tests.kernels.gdn_cases import NAMES, case, rank_plans, whole_plan
@@ -55,7 +56,8 @@ ARGUMENT_TYPES = (
     | dict.fromkeys(("chunks", "chains", "reader_ptr", "reader"), "*i32")
     | {"first_chain": "i32", "rows": "i32", "scale": "fp32"}
 )
-HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", "CHUNK_COLUMNS": 5, "CHAIN_COLUMNS": 4}
+TABLES = {"CHUNK_COLUMNS": CHUNK_COLUMNS, "CHAIN_COLUMNS": CHAIN_COLUMNS}
+HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", **TABLES}
 COLUMNS = {"KP": 128, "BV": STATE.columns}
 UNKEPT = {"KEEP": False, "entering": None, "new_v": None, "dexit": None, "dleaving": None, "dnew_v": None}
 
