@@ -39,12 +39,11 @@ stamp_now() {
 
 install_torch() {
     local requirement="${CP_ENGINE_TORCH:-torch==2.13.0}"
-    local index=()
     if [[ -n "${CP_ENGINE_TORCH_INDEX:-}" ]]; then
-        index=(--index-url "$CP_ENGINE_TORCH_INDEX")
+        local -x PIP_INDEX_URL="$CP_ENGINE_TORCH_INDEX"
     fi
     echo "setup: installing $requirement (minutes, on a slow line)"
-    "$python" -m pip install --quiet ${index[@]+"${index[@]}"} "$requirement"
+    "$python" -m pip install --quiet "$requirement"
 }
 
 install_project() {
