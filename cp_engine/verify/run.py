@@ -15,6 +15,7 @@ from cp_engine.config import Config, parse_config
 from cp_engine.distributed.gradients import sum_gradients
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
+from cp_engine.losses.settings import LOSS_DEFAULTS
 from cp_engine.models.cpu import make_cpu_runnable
 from cp_engine.models.load import load_model
 from cp_engine.models.precision import keep_float64
@@ -252,5 +253,6 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         "layout": options.layout,
         "dtype": options.dtype,
         "loss_name": options.loss,
+        "aggregation": options.aggregation or LOSS_DEFAULTS[options.loss]["aggregation"],
         "tree_seconds": seconds,
     }
