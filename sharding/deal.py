@@ -18,6 +18,7 @@ from cp_engine.sharding.measure import Survey
 from cp_engine.sharding.reorder import reorder_segments
 
 EVEN_ROUNDS = 24  # swaps of units between bins that are tried
+SWAP_UNITS = 512  # units of a bin that a swap is chosen from, so that dealing stays near-linear in the units
 SHARE_UNIT = 1 << 20  # shares are integers in this unit, so that every host deals alike
 SNAP_TOKENS = 16  # a cut moves at most this far to a border between units: two moved cuts change a rank by 32
 
@@ -67,7 +68,7 @@ def deal(survey: Survey, units: Units, world: int, recurrent: bool) -> list[np.n
     Returns P arrays int64 [units], most tokens first.
     """
     measures = [survey.start, survey.pairs_above] + ([survey.chunks_above] if recurrent else [])
-    below = np.stack([above[units.bounds] * SHARE_UNIT // above[-1] for above in measures], 1)
+    below = np.stack([_share_units(above[units.bounds], int(above[-1])) for above in measures], 1)
     share = np.diff(below, axis=0)
     load = np.zeros((world, len(measures)), np.int64)
     load[0] += below[0]
@@ -85,6 +86,12 @@ def deal(survey: Survey, units: Units, world: int, recurrent: bool) -> list[np.n
     return [members[np.argsort(place[members])] for members in found]
 
 
+def _share_units(part: np.ndarray, total: int) -> np.ndarray:
+    """Parts of a total in `SHARE_UNIT`; both are coarsened first where their products would pass 63 bits."""
+    coarse = max(0, total.bit_length() - 63 + SHARE_UNIT.bit_length())
+    return (part >> coarse) * SHARE_UNIT // (total >> coarse)
+
+
 def _even_out(bins: list[np.ndarray], share: np.ndarray, load: np.ndarray) -> None:
     """Swap units between the bins with most and least of one measure in turn, in place, while they come closer.
 
@@ -99,7 +106,7 @@ def _even_out(bins: list[np.ndarray], share: np.ndarray, load: np.ndarray) -> No
     for turn in range(EVEN_ROUNDS):
         measure = (turn + 1) % measures
         high, low = int(load[:, measure].argmax()), int(load[:, measure].argmin())
-        ours, theirs = np.append(bins[high], -1), np.append(bins[low], -1)
+        ours, theirs = np.append(_some(bins[high]), -1), np.append(_some(bins[low]), -1)
         # Excess of one bin over the other after each swap; zero is perfect.
         gap = (load[high] - load[low]) - 2 * (share[ours][:, None] - share[theirs][None])
         cost = (gap**2).sum(2)
@@ -109,8 +116,13 @@ def _even_out(bins: list[np.ndarray], share: np.ndarray, load: np.ndarray) -> No
         mine, other = ours[i], theirs[j]
         load[high] += share[other] - share[mine]
         load[low] += share[mine] - share[other]
-        bins[high] = np.append(np.delete(ours[:-1], i) if mine >= 0 else ours[:-1], other[other >= 0])
-        bins[low] = np.append(np.delete(theirs[:-1], j) if other >= 0 else theirs[:-1], mine[mine >= 0])
+        bins[high] = np.append(bins[high][bins[high] != mine], other[other >= 0])
+        bins[low] = np.append(bins[low][bins[low] != other], mine[mine >= 0])
+
+
+def _some(members: np.ndarray) -> np.ndarray:
+    """Units of a bin at equal steps of its order, so that large and small ones are among them."""
+    return members[:: -(-len(members) // SWAP_UNITS) or 1]
 
 
 def dealt_orders(survey: Survey, units: Units, world: int, most: int, recurrent: bool) -> list[np.ndarray]:
