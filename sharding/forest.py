@@ -103,17 +103,19 @@ class Forest:
     def path_segments(self) -> tuple[np.ndarray, np.ndarray]:
         """All (rollout, segment) pairs with the segment on the rollout's path, sorted by rollout, then depth."""
         rollout, current = np.arange(self.rollouts), self.end_segment
-        rollouts, segments = [], []
+        above = []  # all paths at once, one segment up each time
+        count = np.zeros(self.rollouts, np.int64)
         while len(current):
-            rollouts.append(rollout)
-            segments.append(current)
+            above.append((rollout, current))
+            count[rollout] += 1
             current = self.parent[current]
             alive = current >= 0
             rollout, current = rollout[alive], current[alive]
-        rollout = np.concatenate(rollouts) if rollouts else np.empty(0, np.int64)
-        segment = np.concatenate(segments) if segments else np.empty(0, np.int64)
-        order = np.lexsort((self.depth[segment], rollout))
-        return rollout[order], segment[order]
+        last = np.cumsum(count) - 1
+        segments = np.empty(int(count.sum()), np.int64)
+        for step, (rollout, current) in enumerate(above):
+            segments[last[rollout] - step] = current
+        return np.repeat(np.arange(self.rollouts), count), segments
 
     def flat_to_tree(self) -> np.ndarray:
         """int64 [N]: tree token of every (rollout, position), rollouts one after the other."""
