@@ -237,9 +237,13 @@ def test_a_table_is_printed_for_people(tmp_path, capsys):
 
 def test_wrong_arguments_are_refused(tmp_path, capsys):
     path = closed_form_file(tmp_path)
-    with pytest.raises(SystemExit):
-        plan("--rollouts", path, "--cp", "0")
-    assert "argument --cp: expected at least 1, got 0" in capsys.readouterr().err
+    for count in ("0", "two", "-3", "1.5"):
+        with pytest.raises(SystemExit):
+            plan("--rollouts", path, f"--cp={count}")
+        assert f"argument --cp: expected a whole number of at least 1, got '{count}'" in capsys.readouterr().err
+    for ranks in (("--cp", "100000"), ("--sweep", "cp=2,100000")):
+        with pytest.raises(ValueError, match="4,096 ranks are planned, got 100,000"):
+            plan("--rollouts", path, *ranks)
     with pytest.raises(ValueError, match=r"line 1: field input_ids: expected at most 4 tokens, the pack budget"):
         plan("--rollouts", path, "--cp", "2", "--max-pack-tokens", "4")
     with pytest.raises(ValueError, match=r"--limit and --limit-per-group choose rollouts of a file"):

@@ -18,6 +18,8 @@ from cp_engine.scaling import SYNTHETIC, parse_sweep, sweep, synthetic_rollouts
 from cp_engine.sharding.cost import PRESETS
 from cp_engine.sharding.packing import SHARES
 
+MOST_RANKS = 4096  # a plan holds tables of what moves between every two ranks
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
@@ -60,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None:
         check_picture(args.picture)
     counts = [args.cp] if args.sweep is None else parse_sweep(args.sweep)
+    if max(counts) > MOST_RANKS:
+        raise ValueError(
+            f"at most {MOST_RANKS:,} ranks are planned, got {max(counts):,}: ask for fewer (--cp, --sweep)"
+        )
     settings = PlanSettings(
         cp=max(counts),
         model=model_sizes(args.model),
@@ -107,7 +113,6 @@ def _read(args: argparse.Namespace) -> FlatRollouts:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
