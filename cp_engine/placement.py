@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from cp_engine.config import ParallelConfig
@@ -13,6 +14,8 @@ from cp_engine.sharding.measure import Survey
 from cp_engine.sharding.packing import Pack
 from cp_engine.sharding.plan import ShardPlan, shard_plan
 from cp_engine.sharding.search import balanced_layout
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,7 @@ def place_pack(pack: Pack, parallel: ParallelConfig, shape: ModelShape) -> Place
         return PlacedPack(placed, layout, "gather", "a pack without tokens moves nothing")
     budget = None if parallel.max_exchange_mib is None else parallel.max_exchange_mib * MIB
     choice = choose_exchange(Survey(forest), layout, model=shape, memory_bytes=budget)
+    _LOG.info("pack of %d tokens on %d ranks: %s", forest.tokens, parallel.cp, choice.reason)
     return PlacedPack(placed, layout, choice.exchange, choice.reason)
 
 

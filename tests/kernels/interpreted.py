@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -19,6 +20,29 @@ def allow_loop_bounds_of_new_numpy() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+
+
+@contextmanager
+def integer_masks():
+    """Loads and stores take masks of any integer type: fla's convolution builds such, and Triton 3.9's interpreter
+    refuses them. Our own kernels run without this."""
+    builder = interpreter.InterpreterBuilder
+
+    def with_bool_mask(method, place):
+        def call(self, *args):
+            mask = args[place]
+            if mask is not None and mask.data.dtype != bool:
+                mask = interpreter.TensorHandle(mask.data.astype(bool), interpreter.tl.int1)
+            return method(self, *args[:place], mask, *args[place + 1 :])
+
+        return call
+
+    load, store = builder.create_masked_load, builder.create_masked_store
+    builder.create_masked_load, builder.create_masked_store = with_bool_mask(load, 1), with_bool_mask(store, 2)
+    try:
+        yield
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
 
 
 allow_loop_bounds_of_new_numpy()

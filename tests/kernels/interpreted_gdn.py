@@ -1,6 +1,6 @@
 """Cases of the Triton GDN backend in Triton's interpreter; `test_gdn_triton.py` runs this file."""
 
-import tests.kernels.interpreted  # noqa: F401  isort: skip
+from tests.kernels.interpreted import integer_masks  # isort: skip  # before anything that imports Triton
 
 import importlib
 import inspect
@@ -209,8 +209,9 @@ def test_convolution_of_fla_on_root_paths():
     above = torch.where((history >= 0)[..., None], x_ext[history], 0.0)
     columns = torch.cat([torch.zeros(len(above), channels, 1), above.mT], 2).contiguous()
     at = fla_stages.Sequences(tables.fragment_row, tables.chunk_fragment, tables.chunk_size)
-    y = fla_stages.convolution(x_ext[:tokens], weight, columns, at)
-    dx, dweight, dcolumns = fla_stages.convolution_backward(x_ext[:tokens], weight, columns, dout, at)
+    with integer_masks():
+        y = fla_stages.convolution(x_ext[:tokens], weight, columns, at)
+        dx, dweight, dcolumns = fla_stages.convolution_backward(x_ext[:tokens], weight, columns, dout, at)
     dx_ext = torch.cat([dx, torch.zeros(fetched, channels)])
     dx_ext.index_add_(0, history[history >= 0], dcolumns[..., 1:].mT[history >= 0])
 

@@ -123,7 +123,7 @@ def verify_small_forests(model: str, layouts: bool) -> dict:
 
 
 @pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3.5"])
-@pytest.mark.parametrize(("world", "layouts"), [(1, False), (2, True), (3, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("world", "layouts"), [(1, False), (2, True), (3, False), (3, True), (4, False), (4, True)])
 def test_tree_equals_flat_rows_on_small_forests(world, layouts, model):
     results = on_ranks(world, verify_small_forests, model, layouts)
     assert len(results) >= 12

@@ -49,7 +49,7 @@ def _adjoint_kernel(
         if EXITS:
             leaves_at = tl.cast(tl.load(chunks + top * CHUNK_COLUMNS + 3), tl.int64)
             at_exit = dexit + leaves_at * (H * K * V) + inside
-            dstate += tl.load(at_exit, mask=live_state & (leaves_at >= 0), other=0.0)
+            dstate += tl.load(at_exit, mask=live_state & (column * 0 + leaves_at >= 0)[None, :], other=0.0)
         run = tl.load(chunks + top * CHUNK_COLUMNS + 4)
         left -= run
         for i in range(0, run):

@@ -38,6 +38,8 @@ def _state_kernel(
     count = tl.where(of_a & (tl.load(chain + 3) == 0), 0, count)
     inside = inner[:, None] * COLUMNS + (column + tl.where(of_a, V, 0))[None, :]
     live_state = (inner < K)[:, None] & live_column[None, :]
+    # Conditions of one number are spread over the columns: Triton's interpreters disagree on block & number.
+    has_value = live_column & (column * 0 + block < VALUE_BLOCKS)
     slot = tl.cast(tl.load(chain + 2), tl.int64)
     state = tl.load(states + (slot * H + head) * (K * COLUMNS) + inside, mask=live_state, other=0.0)
     for i in range(0, count):
@@ -52,7 +54,7 @@ def _state_kernel(
         erased = load_rows(w, start, row, head, inner, live, H, K)
         value_at = start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
         live_value = live[:, None] & live_column[None, :]
-        value = tl.load(u + value_at, mask=live_value & (block < VALUE_BLOCKS), other=0.0).to(tl.float32)
+        value = tl.load(u + value_at, mask=live[:, None] & has_value[None, :], other=0.0).to(tl.float32)
         value -= tl.dot(erased, state.to(erased.dtype), input_precision=PRECISION)
         if KEEP:
             tl.store(new_v + value_at, value.to(new_v.dtype.element_ty), mask=live_value)
@@ -62,7 +64,7 @@ def _state_kernel(
         keys = load_columns(k, start, row, head // (H // HK), inner, live, HK, K)
         state = tl.dot(keys, value.to(keys.dtype), state * tl.exp2(last), input_precision=PRECISION)
         left = states + (slot * H + head) * (K * COLUMNS) + inside
-        tl.store(left, state, mask=live_state & (slot >= 0))
+        tl.store(left, state, mask=live_state & (column * 0 + slot >= 0)[None, :])
 
 
 def run_states(
