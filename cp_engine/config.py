@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cp_engine.losses.settings import LossConfig
 
@@ -52,6 +52,14 @@ class ParallelConfig(_Section):
     """How Gated DeltaNet states cross ranks."""
     timeout_s: int = Field(600, ge=1)
     """Seconds a rank waits for the others in a collective before it fails."""
+
+    @model_validator(mode="after")
+    def _budget_steers_a_choice(self) -> ParallelConfig:
+        if self.max_exchange_mib is not None and self.exchange != "auto":
+            raise ValueError(
+                f"max_exchange_mib only steers exchange: auto, and exchange is {self.exchange}; leave one of them out"
+            )
+        return self
 
 
 class PackingConfig(_Section):

@@ -18,9 +18,10 @@ import numpy as np
 class Forest:
     """A prefix forest in depth-first order, heaviest child first.
 
-    Query q sees key k if and only if ``k <= q < subtree_end(segment of k)``. Roots come in order of their group (and
-    token ids inside one); the child with most tokens below it follows its parent directly, so that a heavy path is
-    contiguous and the visible keys of a token are at most ``1 + log2(T)`` intervals.
+    Query q sees key k if and only if ``k <= q < subtree_end(segment of k)``. The child with most tokens below it
+    follows its parent directly, so that a heavy path is contiguous and the visible keys of a token are at most
+    ``1 + log2(T)`` intervals. `build_forest` orders roots by group, then token ids; roots and other children have a
+    free order, which a layout may change.
     """
 
     token: np.ndarray  # int64 [T] token ids

@@ -34,6 +34,10 @@ def test_overrides_replace_values(tmp_path):
         ({"model": {"path": "x"}, "los": {}}, "unknown key 'los'; did you mean 'loss'?"),
         ({"model": {"path": "x"}, "parallel": {"cpp": 1}}, "unknown key 'parallel.cpp'; did you mean 'cp'?"),
         ({"model": {"path": "x"}, "loss": {"zzz": 1}}, "unknown key 'loss.zzz'; known: name, aggregation"),
+        (
+            {"model": {"path": "x"}, "parallel": {"exchange": "ring", "max_exchange_mib": 64}},
+            "max_exchange_mib only steers exchange: auto, and exchange is ring; leave one of them out",
+        ),
         ({"model": {"path": "x"}, "parallel": {"cp": 0}}, "parallel.cp: Input should be greater than or equal to 1"),
         (
             {"model": {"path": "x"}, "loss": {"name": "reinforce"}},
