@@ -22,6 +22,7 @@ BACKENDS = {
     "reference": "cp_engine.kernels.attention.reference",
     "triton": "cp_engine.kernels.attention.triton",
     "cudnn": "cp_engine.kernels.attention.cudnn",
+    "fa4": "cp_engine.kernels.attention.fa4",
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -10,14 +10,19 @@ from functools import cache
 
 import torch
 
-from cp_engine.kernels.attention import cudnn, reference, triton
+from cp_engine.kernels.attention import cudnn, fa4, reference, triton
 from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.pieces import row_pieces
+from cp_engine.kernels.attention.rectangles import call_list
 
 _LOG = logging.getLogger(__name__)
-MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn}
+MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn, "fa4": fa4}
 # Below so many visible keys of a row, mean over the rows, segments are short: the tiles of `triton` cover them with
 # fewer pairs, and its backward is faster (game24_tree has 457 keys a row).
 FEW_KEYS = 700
+# From so many visible pairs of a sequence of `fa4` on, mean over its calls, its backward at head size 256 is used. A
+# guess, to be measured: 77.8 against 92.9 ms of `cudnn` at 41 M pairs (one trunk of 16,384 with 16 leaves of 2,048).
+LARGE_RECTANGLE = 4 * 2**20
 
 
 def forward(
@@ -46,33 +51,32 @@ def backward(
 
 def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
     """The backend for "forward" or "backward" of query rows like q."""
-    # float32 is for proofs: the reference is exact there, and matrix units do not help either backend.
+    # float32 is for proofs: the reference is exact there, and matrix units do not help any backend.
     if q.device.type != "cuda" or q.dtype in (torch.float64, torch.float32):
         return "reference"
-    why = {name: MODULES[name].why_not(q) for name in ("cudnn", "triton")}
-    name = "reference"
-    if why["cudnn"] is None:
-        name = "cudnn"
-    elif why["triton"] is None:
-        name = "triton"
-    if name == "cudnn" and why["triton"] is None:
-        if step == "backward" and intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
+    why = {name: MODULES[name].why_not(q) for name in ("cudnn", "triton", "fa4")}
+    name = next((one for one in ("cudnn", "triton") if why[one] is None), "reference")
+    if step == "backward":
+        if why["triton"] is None and intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
             name = "triton"
-    _log_once(step, name, str(q.dtype), q.shape[2], why["cudnn"], why["triton"])
+        elif why["fa4"] is None and q.shape[2] == 256 and large_rectangles(intervals):
+            name = "fa4"
+    _log_once(step, name, str(q.dtype), q.shape[2], tuple(why.items()))
     return name
+
+
+def large_rectangles(intervals: Intervals) -> bool:
+    """Whether few large rectangles hold the visible pairs."""
+    return call_list(intervals).mean_pairs >= LARGE_RECTANGLE
 
 
 def mean_keys(intervals: Intervals) -> float:
     """Visible keys of a query row, mean over the rows."""
-    length, diagonal = intervals.run_length, intervals.diag_lo >= 0
-    spans = torch.repeat_interleave(length, intervals.span_ptr.diff()) * (intervals.span_hi - intervals.span_lo)
-    first = intervals.diag_hi - intervals.diag_lo
-    own = torch.where(diagonal, length * first + length * (length - 1) // 2, 0)
-    return (int(spans.sum()) + int(own.sum())) / max(intervals.rows, 1)
+    return int(row_pieces(intervals).pairs.sum()) / max(intervals.rows, 1)
 
 
 @cache
-def _log_once(step: str, name: str, dtype: str, size: int, cudnn_reason: str | None, triton_reason: str | None) -> None:
-    reasons = [f"{other} {why}" for other, why in (("cudnn", cudnn_reason), ("triton", triton_reason)) if why]
+def _log_once(step: str, name: str, dtype: str, size: int, why: tuple[tuple[str, str | None], ...]) -> None:
+    reasons = [f"{other} {reason}" for other, reason in why if reason]
     told = f"; {'; '.join(reasons)}" if reasons else ""
     _LOG.info("attention %s, %s, head size %d: backend %s%s", step, dtype, size, name, told)

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.pieces import row_pieces
+from cp_engine.kernels.attention.ranges import expand
 
 PACKAGE = "nvidia-cudnn-frontend==1.32.0"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -105,25 +107,16 @@ def interval_ends(intervals: Intervals) -> torch.Tensor:
 
     Ascending; f0 is 0, and unused intervals are empty ones at ``key_end``.
     """
-    names = ("run_row", "run_length", "span_ptr", "span_lo", "span_hi", "diag_lo", "diag_hi")
-    run_row, run_length, span_ptr, span_lo, span_hi, diag_lo, diag_hi = (
-        getattr(intervals, name).cpu().numpy() for name in names
-    )
-    run = np.concatenate([np.repeat(np.arange(len(run_row)), np.diff(span_ptr)), np.flatnonzero(diag_lo >= 0)])
-    own = diag_lo >= 0
-    lo, hi = np.concatenate([span_lo, diag_lo[own]]), np.concatenate([span_hi, diag_hi[own]])
-    grows = np.arange(len(run)) >= len(span_lo)
-    order = np.lexsort((lo, run))
-    run, lo, hi, grows = run[order], lo[order], hi[order], grows[order]
-    place = np.arange(len(run)) - np.searchsorted(run, run)
-    most = int(place.max(initial=-1)) + 1
-    ends = np.full((1 + 2 * most, intervals.rows), intervals.key_end, np.int32)
+    pieces = row_pieces(intervals)
+    length = pieces.length
+    piece = np.repeat(np.arange(len(length)), length)
+    step = expand(np.zeros_like(length), length)
+    row = pieces.first[piece] + step
+    lo, hi = pieces.lo[piece] + pieces.lo_step[piece] * step, pieces.hi[piece] + pieces.hi_step[piece] * step
+    order = np.lexsort((lo, row))
+    row, lo, hi = row[order], lo[order], hi[order]
+    place = np.arange(len(row)) - np.searchsorted(row, row)
+    ends = np.full((3 + 2 * int(place.max(initial=0)), intervals.rows), intervals.key_end, np.int32)
     ends[0] = 0
-    length = run_length[run]
-    offset = np.cumsum(length) - length
-    step = np.arange(int(length.sum())) - np.repeat(offset, length)
-    row = np.repeat(run_row[run], length) + step
-    slot = np.repeat(1 + 2 * place, length)
-    ends[slot, row] = np.repeat(lo, length)
-    ends[slot + 1, row] = np.repeat(hi, length) + np.repeat(grows, length) * step
+    ends[1 + 2 * place, row], ends[2 + 2 * place, row] = lo, hi
     return torch.as_tensor(ends, device=intervals.device)

@@ -1,4 +1,4 @@
-"""Visible key rows of query rows, as tensors on one device.
+"""Visible key rows of query rows: on the host, for tensors of one device.
 
 Shapes: Nq query rows, Nk key rows, U runs, E spans.
 """
@@ -23,27 +23,26 @@ class Intervals:
     """
 
     rows: int  # Nq
-    run_row: torch.Tensor  # int64 [U] first query row of each run
-    run_length: torch.Tensor  # int64 [U]
-    span_ptr: torch.Tensor  # int64 [U + 1] spans of run u are span_ptr[u] .. span_ptr[u + 1]
-    span_lo: torch.Tensor  # int64 [E]
-    span_hi: torch.Tensor  # int64 [E]
-    diag_lo: torch.Tensor  # int64 [U]
-    diag_hi: torch.Tensor  # int64 [U] end of the first row's diagonal
-    key_end: int  # one past the last key row that any query row sees, known on the host: a call needs Nk >= key_end
+    run_row: np.ndarray  # int64 [U] first query row of each run
+    run_length: np.ndarray  # int64 [U]
+    span_ptr: np.ndarray  # int64 [U + 1] spans of run u are span_ptr[u] .. span_ptr[u + 1]
+    span_lo: np.ndarray  # int64 [E]
+    span_hi: np.ndarray  # int64 [E]
+    diag_lo: np.ndarray  # int64 [U]
+    diag_hi: np.ndarray  # int64 [U] end of the first row's diagonal
+    key_end: int  # one past the last key row that any query row sees: a call needs Nk >= key_end
+    device: torch.device  # of the tensors of a call
     _prepared: dict = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_arrays(cls, arrays, device: torch.device | str = "cpu") -> Intervals:
-        """Copy numpy intervals (any object with the fields above, but for ``key_end``) to a device."""
+        """Numpy intervals (any object with the arrays above) for calls on a device."""
         diagonal = np.where(arrays.diag_lo >= 0, arrays.diag_hi + arrays.run_length - 1, 0)
         key_end = max(int(arrays.span_hi.max(initial=0)), int(diagonal.max(initial=0)))
-        tensors = {name: torch.as_tensor(getattr(arrays, name), dtype=torch.int64, device=device) for name in _ARRAYS}
-        return cls(rows=int(arrays.rows), key_end=key_end, **tensors)
-
-    @property
-    def device(self) -> torch.device:
-        return self.run_row.device
+        # A tensor's device always has an index.
+        device = torch.empty(0, device=device).device
+        made = {name: np.asarray(getattr(arrays, name), np.int64) for name in _ARRAYS}
+        return cls(rows=int(arrays.rows), key_end=key_end, device=device, **made)
 
     def prepared(self, backend: str, build: Callable[[Intervals], object]):
         """What a backend derives from these intervals, built at its first call and reused by every later layer."""

@@ -32,6 +32,8 @@ import numpy as np
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces
+from cp_engine.kernels.attention.ranges import expand, union
 
 BLOCK_ROWS = 32  # small enough that a block's scores stay in cache; measured against 64 and 128 on a CPU
 GPU_BLOCK_ROWS = 128  # there launches cost more than a cache saves (not measured)
@@ -147,83 +149,43 @@ class Block:
 
 def build_blocks(intervals: Intervals) -> list[Block]:
     """Cut the query rows into blocks, on the host, once for each `Intervals`. Blocks that see nothing are left out."""
-    host = {name: getattr(intervals, name).cpu().numpy() for name in ("run_row", "run_length", "span_ptr")}
-    host |= {name: getattr(intervals, name).cpu().numpy() for name in ("span_lo", "span_hi", "diag_lo", "diag_hi")}
     block_rows = GPU_BLOCK_ROWS if intervals.device.type == "cuda" else BLOCK_ROWS
-    first = host["run_row"] // block_rows
-    parts = (host["run_row"] + host["run_length"] - 1) // block_rows - first + 1
-    run = np.repeat(np.arange(len(first)), parts)
-    block = _ranges(first, parts)
+    pieces, block = cut(row_pieces(intervals), block_rows)
     blocks = -(-intervals.rows // block_rows)
     bounds = np.searchsorted(block, np.arange(blocks + 1)).tolist()
     built = []
     for index in range(blocks):
         rows = slice(index * block_rows, min((index + 1) * block_rows, intervals.rows))
-        made = _build_block(rows, run[bounds[index] : bounds[index + 1]], host, intervals.device)
-        if made is not None:
-            built.append(made)
+        if bounds[index] < bounds[index + 1]:
+            part = pieces.take(slice(bounds[index], bounds[index + 1]))
+            built.append(_build_block(rows, part, intervals.device))
     return built
 
 
-def _build_block(rows: slice, run: np.ndarray, host: dict[str, np.ndarray], device: torch.device) -> Block | None:
-    """The block of query rows ``rows``, which the runs ``run`` (ascending) intersect."""
-    row_lo = np.maximum(host["run_row"][run], rows.start)
-    length = np.minimum(host["run_row"][run] + host["run_length"][run], rows.stop) - row_lo
-    spans = host["span_ptr"][run + 1] - host["span_ptr"][run]
-    part = np.repeat(np.arange(len(run)), spans)  # part: a run's rows inside this block
-    span = _ranges(host["span_ptr"][run], spans)
-    lo, hi = host["span_lo"][span], host["span_hi"][span]
-    diagonal = host["diag_lo"][run] >= 0
-    diag_lo = np.where(diagonal, host["diag_lo"][run], 0)
-    diag_hi = np.where(diagonal, host["diag_hi"][run] + row_lo - host["run_row"][run], 0)
-    diag_end = np.where(diagonal, diag_hi + length - 1, 0)
+def _build_block(rows: slice, pieces: Pieces, device: torch.device) -> Block:
+    """The block of query rows ``rows`` from the pieces of these rows."""
+    range_lo, range_hi = union(pieces.lo, pieces.last_hi)
+    key = expand(range_lo, range_hi - range_lo)
+    lo, core_lo, hi = (np.searchsorted(key, x) for x in (pieces.lo, pieces.last_lo, pieces.hi))
 
-    range_lo, range_hi = _union(np.concatenate([lo, diag_lo]), np.concatenate([hi, diag_end]))
-    if not len(range_lo):
-        return None
-    key = _ranges(range_lo, range_hi - range_lo)
-    lo, hi, diag_lo, diag_hi = (np.searchsorted(key, x) for x in (lo, hi, diag_lo, diag_hi))
-
-    # A column that all rows see is in a span or in the first row's diagonal of every part.
+    # A column that all rows see is one that every row of some piece sees, and these pieces hold all rows.
     change = np.zeros(len(key) + 1, np.int64)
-    for column, weight in ((lo, length[part]), (hi, -length[part]), (diag_lo, length), (diag_hi, -length)):
-        np.add.at(change, column, weight)
+    core = hi > core_lo
+    np.add.at(change, core_lo[core], pieces.length[core])
+    np.add.at(change, hi[core], -pieces.length[core])
     partial = np.flatnonzero(np.cumsum(change[:-1]) < rows.stop - rows.start)
     masked = slice(int(partial[0]), int(partial[-1]) + 1) if len(partial) else slice(0, 0)
     hidden = None
     if len(partial):
-        row = np.repeat(np.arange(len(run)), length)
-        seen = _seen_spans(part, lo, hi, len(run), masked)[row]
-        column = np.arange(masked.start, masked.stop)
-        end = np.where(diagonal[row], diag_hi[row] + _ranges(np.zeros_like(length), length), 0)
-        seen |= (column >= diag_lo[row, None]) & (column < end[:, None])
-        mask = np.ones((rows.stop - rows.start, 1, len(column)), bool)
-        mask[_ranges(row_lo - rows.start, length), 0] = ~seen
-        hidden = torch.as_tensor(mask, device=device)
+        piece = np.repeat(np.arange(len(lo)), pieces.length)
+        step = expand(np.zeros_like(pieces.length), pieces.length)
+        row = pieces.first[piece] + step - rows.start
+        row_lo, row_hi = lo[piece] + pieces.lo_step[piece] * step, hi[piece] + pieces.hi_step[piece] * step
+        opens = np.zeros((rows.stop - rows.start, masked.stop - masked.start + 1), np.int8)
+        np.add.at(opens, (row, np.clip(row_lo, masked.start, masked.stop) - masked.start), 1)
+        np.add.at(opens, (row, np.clip(row_hi, masked.start, masked.stop) - masked.start), -1)
+        seen = np.cumsum(opens[:, :-1], axis=1, dtype=np.int8) > 0
+        hidden = torch.as_tensor(~seen[:, None], device=device)
     one = len(range_lo) == 1
     keys = slice(int(range_lo[0]), int(range_hi[0])) if one else torch.as_tensor(key, device=device)
     return Block(rows, keys, masked, hidden)
-
-
-def _seen_spans(part: np.ndarray, lo: np.ndarray, hi: np.ndarray, parts: int, columns: slice) -> np.ndarray:
-    """bool [parts, columns]: which columns lie in a span of which part."""
-    change = np.zeros((parts, columns.stop - columns.start + 1), np.int32)
-    np.add.at(change, (part, np.clip(lo, columns.start, columns.stop) - columns.start), 1)
-    np.add.at(change, (part, np.clip(hi, columns.start, columns.stop) - columns.start), -1)
-    return np.cumsum(change[:, :-1], axis=1) > 0
-
-
-def _union(lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Union of ranges as ascending ranges that do not touch; empty ranges are dropped."""
-    lo, hi = lo[hi > lo], hi[hi > lo]
-    order = np.argsort(lo, kind="stable")
-    lo, reach = lo[order], np.maximum.accumulate(hi[order])
-    opens = np.ones(len(lo), bool)
-    opens[1:] = lo[1:] > reach[:-1]
-    return lo[opens], reach[np.append(opens[1:], True)[: len(lo)]]
-
-
-def _ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Concatenation of ``arange(start[i], start[i] + length[i])``."""
-    offset = np.cumsum(length) - length
-    return np.arange(int(length.sum())) + np.repeat(start - offset, length)

@@ -189,7 +189,7 @@ def _refused(text: str, backend: str = "reference", **changes):
 
 def test_arguments_that_do_not_fit_are_refused():
     x = random_tensors(9, (4, 2), 8, 0)
-    _refused("attention backend must be one of auto, reference, triton, cudnn; got 'triton2'", backend="triton2")
+    _refused("attention backend must be one of auto, reference, triton, cudnn, fa4; got 'triton2'", backend="triton2")
     _refused("q must be [rows, heads, head size]; got shape [9, 4, 8, 1]", q=x.q[..., None])
     _refused("got torch.float64, torch.float32, torch.float64", k=x.k.float())
     _refused("one dtype of float64, float32, bfloat16, float16; got torch.int64", q=x.q.long())

@@ -4,12 +4,8 @@ A kernel owns tiles of one axis (query rows for out and dq, key rows for dk and 
 the walked axis. Owned tiles are aligned; walked tiles start anywhere, so that a list covers what is visible with few of
 them. A walked tile that every owned row sees is full and needs no mask; the others carry one bit a pair.
 
-Visibility is first cut into pieces: the interval of walked rows that owned row ``first + i`` sees is
-``[lo + lo_step * i, hi + hi_step * i)``. A span of a run is a piece with steps 0; a run's own tokens are the triangle
-``hi_step = 1`` seen from the rows, ``lo_step = 1`` seen from the keys. Pieces of one owned row do not overlap.
-
-Everything is made in numpy for all owned tiles at once: ``coordinate + tile * pitch`` is one axis on which the tiles of
-different owners cannot meet.
+Visibility comes in pieces of the owned rows (`cp_engine.kernels.attention.pieces`). Everything is made in numpy for all
+owned tiles at once: ``coordinate + tile * pitch`` is one axis on which the tiles of different owners cannot meet.
 
 Shapes: T owned tiles, R ranges of full tiles, B border tiles, O owned rows of a tile, W words of a row (`WORD` walked
 rows each).
@@ -23,6 +19,8 @@ import numpy as np
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces, transposed
+from cp_engine.kernels.attention.ranges import expand, union
 
 WORD = 64
 ENTRY = 5  # columns of `TileList.entries`
@@ -45,21 +43,6 @@ class TileList:
         return self.entries.shape[0]
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """See the module's head. All int64 [pieces]."""
-
-    first: np.ndarray
-    length: np.ndarray
-    lo: np.ndarray
-    hi: np.ndarray
-    lo_step: np.ndarray
-    hi_step: np.ndarray
-
-    def take(self, index) -> _Pieces:
-        return _Pieces(*(part[index] for part in vars(self).values()))
-
-
 def tile_list(intervals: Intervals, axis: str, owned: int, walked: int) -> TileList:
     """The tile list of ``intervals``, made at the first call with these arguments.
 
@@ -74,17 +57,15 @@ def tile_list(intervals: Intervals, axis: str, owned: int, walked: int) -> TileL
 
 def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) -> TileList:
     """See `tile_list`."""
-    host = {name: getattr(intervals, name).cpu().numpy() for name in ("run_row", "run_length", "span_ptr")}
-    host |= {name: getattr(intervals, name).cpu().numpy() for name in ("span_lo", "span_hi", "diag_lo", "diag_hi")}
-    pieces = _row_pieces(host) if axis == "rows" else _key_pieces(host)
+    pieces = row_pieces(intervals) if axis == "rows" else transposed(row_pieces(intervals))
     rows, reach = (intervals.rows, intervals.key_end) if axis == "rows" else (intervals.key_end, intervals.rows)
     tiles = -(-rows // owned)
-    pieces, tile = _cut(pieces, owned)
+    pieces, tile = cut(pieces, owned)
     pitch = reach + 2 * walked
-    union = _union(tile * pitch + pieces.lo, tile * pitch + _envelope_end(pieces))
+    seen = union(tile * pitch + pieces.lo, tile * pitch + pieces.last_hi)
     height = np.minimum(owned, rows - owned * np.arange(tiles))
     full_lo, full_tiles = _full_ranges(pieces, tile, pitch, height, walked)
-    rest = _difference(union, (full_lo, full_lo + full_tiles * walked))
+    rest = _difference(seen, (full_lo, full_lo + full_tiles * walked))
     border = _cover(rest, pitch, walked)
     words = _words(pieces, tile, pitch, border, rest, owned, walked)
     range_ptr = np.searchsorted(full_lo, np.arange(tiles + 1) * pitch)
@@ -108,84 +89,9 @@ def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) ->
     )
 
 
-def _triangles(host: dict[str, np.ndarray]):
-    """Every run's diagonal as (run, rows skipped, first key): row ``run_row + skipped + i`` sees ``i + 1`` keys."""
-    run = np.flatnonzero(host["diag_lo"] >= 0)
-    # A first row whose diagonal is empty starts its triangle one row later.
-    skipped = np.maximum(host["diag_lo"][run] + 1 - host["diag_hi"][run], 0)
-    return run, skipped, host["diag_hi"][run] - 1 + skipped
-
-
-def _rectangles(host: dict[str, np.ndarray]):
-    """All (first row, rows, lo, hi) of keys that every row of a run sees: its spans, and its diagonal's start."""
-    run, skipped, own = _triangles(host)
-    span_run = np.repeat(np.arange(len(host["run_row"])), np.diff(host["span_ptr"]))
-    which = np.concatenate([span_run, run])
-    lo = np.concatenate([host["span_lo"], host["diag_lo"][run]])
-    hi = np.concatenate([host["span_hi"], own])
-    drop = np.concatenate([np.zeros_like(span_run), skipped])
-    keep = (hi > lo) & (host["run_length"][which] > drop)
-    which, lo, hi, drop = which[keep], lo[keep], hi[keep], drop[keep]
-    return host["run_row"][which] + drop, host["run_length"][which] - drop, lo, hi
-
-
-def _row_pieces(host: dict[str, np.ndarray]) -> _Pieces:
-    first, length, lo, hi = _rectangles(host)
-    run, skipped, own = _triangles(host)
-    zero, step = np.zeros_like(lo), np.ones_like(own)
-    return _nonempty(
-        first=[first, host["run_row"][run] + skipped],
-        length=[length, host["run_length"][run] - skipped],
-        lo=[lo, own],
-        hi=[hi, own + 1],
-        lo_step=[zero, np.zeros_like(own)],
-        hi_step=[zero, step],
-    )
-
-
-def _key_pieces(host: dict[str, np.ndarray]) -> _Pieces:
-    first, length, lo, hi = _rectangles(host)
-    run, skipped, own = _triangles(host)
-    start, rows = host["run_row"][run] + skipped, host["run_length"][run] - skipped
-    zero, step = np.zeros_like(lo), np.ones_like(own)
-    return _nonempty(
-        first=[lo, own],
-        length=[hi - lo, rows],
-        lo=[first, start],
-        hi=[first + length, start + rows],
-        lo_step=[zero, step],
-        hi_step=[zero, np.zeros_like(own)],
-    )
-
-
-def _nonempty(**parts: list[np.ndarray]) -> _Pieces:
-    pieces = _Pieces(**{name: np.concatenate(part).astype(np.int64) for name, part in parts.items()})
-    return pieces.take(pieces.length > 0)
-
-
-def _cut(pieces: _Pieces, owned: int) -> tuple[_Pieces, np.ndarray]:
-    """Cut pieces at the borders of owned tiles; also the tile of each part, ascending."""
-    first_tile = pieces.first // owned
-    parts = (pieces.first + pieces.length - 1) // owned - first_tile + 1
-    which = np.repeat(np.arange(len(parts)), parts)
-    tile = ranges(first_tile, parts)
-    order = np.argsort(tile, kind="stable")
-    which, tile = which[order], tile[order]
-    whole = pieces.take(which)
-    first = np.maximum(whole.first, tile * owned)
-    length = np.minimum(whole.first + whole.length, (tile + 1) * owned) - first
-    moved = first - whole.first
-    lo, hi = whole.lo + whole.lo_step * moved, whole.hi + whole.hi_step * moved
-    return _Pieces(first, length, lo, hi, whole.lo_step, whole.hi_step), tile
-
-
-def _envelope_end(pieces: _Pieces) -> np.ndarray:
-    return pieces.hi + pieces.hi_step * (pieces.length - 1)
-
-
-def _full_ranges(pieces: _Pieces, tile: np.ndarray, pitch: int, height: np.ndarray, walked: int):
+def _full_ranges(pieces: Pieces, tile: np.ndarray, pitch: int, height: np.ndarray, walked: int):
     """Ranges that every row of their owned tile sees, as (lo, whole tiles in it), ascending."""
-    core_lo = pieces.lo + pieces.lo_step * (pieces.length - 1)
+    core_lo = pieces.last_lo
     keep = pieces.hi > core_lo
     at = np.concatenate([core_lo[keep], pieces.hi[keep]]) + np.tile(tile[keep] * pitch, 2)
     weight = np.concatenate([pieces.length[keep], -pieces.length[keep]])
@@ -194,7 +100,7 @@ def _full_ranges(pieces: _Pieces, tile: np.ndarray, pitch: int, height: np.ndarr
     last = np.append(at[1:] != at[:-1], True) if len(at) else np.zeros(0, bool)
     at, seen = at[last], seen[last]
     full = np.flatnonzero(seen == height[at // pitch])
-    lo, hi = _union(at[full], at[np.minimum(full + 1, max(len(at) - 1, 0))])
+    lo, hi = union(at[full], at[np.minimum(full + 1, max(len(at) - 1, 0))])
     tiles = (hi - lo) // walked
     return lo[tiles > 0], tiles[tiles > 0]
 
@@ -211,18 +117,18 @@ def _cover(rest: tuple[np.ndarray, np.ndarray], pitch: int, walked: int) -> np.n
         start[index] = np.maximum(lo[index], covered[owner[index]])
         count[index] = np.maximum(-((start[index] - hi[index]) // walked), 0)
         covered[owner[index]] = start[index] + count[index] * walked
-    return np.repeat(start, count) + walked * ranges(np.zeros_like(count), count)
+    return np.repeat(start, count) + walked * expand(np.zeros_like(count), count)
 
 
-def _words(pieces: _Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, rest, owned: int, walked: int):
+def _words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, rest, owned: int, walked: int):
     """uint64 [B, W, O]: what each owned row sees in each border tile and no full tile has."""
     per_row = -(-walked // WORD)
     words = np.zeros((len(border), per_row, owned), np.uint64)
     base = tile * pitch
-    which, at = _meetings(base + pieces.lo, base + _envelope_end(pieces), border, walked)
+    which, at = _meetings(base + pieces.lo, base + pieces.last_hi, border, walked)
     met = pieces.take(which)
     offset = np.repeat(np.arange(len(which)), met.length)
-    step = ranges(np.zeros_like(met.length), met.length)
+    step = expand(np.zeros_like(met.length), met.length)
     place = base[which] - border[at]
     lo = (met.lo + place)[offset] + met.lo_step[offset] * step
     hi = (met.hi + place)[offset] + met.hi_step[offset] * step
@@ -264,17 +170,7 @@ def _meetings(lo: np.ndarray, hi: np.ndarray, border: np.ndarray, walked: int):
     """All (range, border tile) that share a row. Border tiles ascend and do not overlap."""
     first = np.searchsorted(border, lo - walked, side="right")
     count = np.maximum(np.searchsorted(border, hi, side="left") - first, 0)
-    return np.repeat(np.arange(len(lo)), count), ranges(first, count)
-
-
-def _union(lo: np.ndarray, hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Union of ranges as ascending ranges that do not touch; empty ranges are dropped."""
-    lo, hi = lo[hi > lo], hi[hi > lo]
-    order = np.argsort(lo, kind="stable")
-    lo, reach = lo[order], np.maximum.accumulate(hi[order])
-    opens = np.ones(len(lo), bool)
-    opens[1:] = lo[1:] > reach[:-1]
-    return lo[opens], reach[np.append(opens[1:], True)[: len(lo)]]
+    return np.repeat(np.arange(len(lo)), count), expand(first, count)
 
 
 def _difference(whole, part) -> tuple[np.ndarray, np.ndarray]:
@@ -287,9 +183,3 @@ def _difference(whole, part) -> tuple[np.ndarray, np.ndarray]:
     at, inside = at[last], inside[last]
     open_ = np.flatnonzero(inside > 0)
     return at[open_], at[np.minimum(open_ + 1, max(len(at) - 1, 0))]
-
-
-def ranges(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Concatenation of ``arange(start[i], start[i] + length[i])``."""
-    offset = np.cumsum(length) - length
-    return np.arange(int(length.sum())) + np.repeat(start - offset, length)

@@ -1,0 +1,137 @@
+"""The FlashAttention-4 backend: dense variable-length calls of flash-attn-4 on diagonals and rectangles.
+
+`rectangles.call_list` says which calls. Forward merges their results by their lse; backward gives every call the final
+out and lse and adds up what they return. Both sums are made in the accumulation dtype, call by call, and no addition
+within a call meets another one, so their order is fixed.
+
+It pays where few large rectangles hold the pairs: a long trunk with long leaves. Every call's dq, dk and dv come back
+in the inputs' dtype, so each is rounded once more than in one kernel. Inside a call dq is added by atomics, in a fixed
+order when PyTorch's deterministic algorithms are on (`torch.use_deterministic_algorithms`).
+
+Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.rectangles import Call, call_list
+from cp_engine.kernels.attention.reference import accumulation_dtype
+
+PACKAGE = "flash-attn-4==4.0.0b36"
+DTYPES = (torch.bfloat16, torch.float16)
+CARDS = (9,)  # compute capabilities
+MOST_HEAD_SIZE = 256
+# FA4 compiles another kernel for sequences of one tile; a bound above every tile's length keeps to one.
+LEAST_LONGEST = 256
+
+
+def why_not(q: torch.Tensor) -> str | None:
+    """Why this backend cannot compute with rows like q, in the user's words; None when it can."""
+    size = q.shape[2]
+    if q.dtype not in DTYPES:
+        return f"computes bfloat16 and float16; got {q.dtype}. Use reference"
+    if q.device.type != "cuda":
+        return f"needs a GPU; q is on {q.device}"
+    if torch.cuda.get_device_capability(q.device)[0] not in CARDS:
+        return f"needs a Hopper GPU; this is {torch.cuda.get_device_name(q.device)}. Use cudnn or triton"
+    if size > MOST_HEAD_SIZE or size % 8:
+        return f"needs a head size that is a multiple of 8 up to {MOST_HEAD_SIZE}; got {size}. Use triton"
+    if not _installed():
+        return f"needs {PACKAGE} (pip install cp-engine[gpu])"
+    return None
+
+
+def _installed() -> bool:
+    # Another distribution, flash-attn, holds the same package without `cute`.
+    found = importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute")
+    return bool(found) and importlib.util.find_spec("cutlass") is not None
+
+
+def variable_length_kernels() -> tuple[Callable, Callable]:
+    """Forward and backward of FA4 on packed sequences. Tests put a dense stand-in in their place."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention`."""
+    _check(q)
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    for call in call_list(intervals).calls:
+        kernel, _ = variable_length_kernels()
+        part, part_lse, *_ = kernel(q[call.rows], k[call.keys], v[call.keys], return_lse=True, **_options(call, scale))
+        _merge(out, lse, call.rows, part, part_lse.T)
+    return out if accumulate else out.to(q.dtype), lse
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.attention.api.attention_backward`."""
+    _check(q)
+    dtype = accumulation_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    for call in call_list(intervals).calls:
+        _, kernel = variable_length_kernels()
+        rows = call.rows
+        row_grad, *key_grads = kernel(
+            q[rows], k[call.keys], v[call.keys], out[rows], dout[rows], lse[rows].T.contiguous(),
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_options(call, scale),
+        )  # fmt: skip
+        _add(dq, rows, row_grad)
+        for total, part in zip((dk, dv), key_grads, strict=True):
+            for taken, keys in call.sums:
+                _add(total, keys, part[taken])
+    return (dq, dk, dv) if accumulate else tuple(x.to(q.dtype) for x in (dq, dk, dv))
+
+
+def _options(call: Call, scale: float) -> dict:
+    return {
+        "softmax_scale": scale,
+        "causal": call.causal,
+        "cu_seqlens_q": call.row_ends,
+        "cu_seqlens_k": call.key_ends,
+        "max_seqlen_q": max(call.longest_rows, LEAST_LONGEST),
+        "max_seqlen_k": max(call.longest_keys, LEAST_LONGEST),
+    }
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, rows, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Put attention over further keys into the rows of ``out`` and ``lse``: softmax over the union of the keys."""
+    old = lse[rows]
+    new = torch.logaddexp(old, part_lse)
+    base = new.masked_fill(new == -torch.inf, 0.0)
+    out[rows] = out[rows] * (old - base).exp()[..., None] + part * (part_lse - base).exp()[..., None]
+    lse[rows] = new
+
+
+def _add(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
+    """Add to rows of ``total``, none of which occurs twice."""
+    if isinstance(rows, slice):
+        total[rows].add_(part)
+    else:
+        total[rows] = total[rows] + part
+
+
+def _check(q: torch.Tensor) -> None:
+    reason = why_not(q)
+    if reason is not None:
+        raise ValueError(f"attention backend fa4 {reason}")

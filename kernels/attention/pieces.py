@@ -1,0 +1,103 @@
+"""Visibility cut into pieces of consecutive rows whose visible interval moves by at most one row a row.
+
+Row ``first + i`` of a piece, 0 <= i < length, sees ``[lo + lo_step * i, hi + hi_step * i)`` of the other axis, with
+steps 0 or 1. A span of a run is a piece with steps 0, its diagonal has ``hi_step`` 1; a window moves lower ends.
+Every row of a piece sees something, and the pieces of one row do not overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.ranges import expand
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """See the module's head. All int64 [pieces]."""
+
+    first: np.ndarray
+    length: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    lo_step: np.ndarray
+    hi_step: np.ndarray
+
+    def take(self, index) -> Pieces:
+        return Pieces(*(part[index] for part in vars(self).values()))
+
+    @property
+    def last_lo(self) -> np.ndarray:
+        """Lower end in a piece's last row."""
+        return self.lo + self.lo_step * (self.length - 1)
+
+    @property
+    def last_hi(self) -> np.ndarray:
+        """Upper end in a piece's last row: ``[lo, last_hi)`` is what any row of the piece sees."""
+        return self.hi + self.hi_step * (self.length - 1)
+
+    @property
+    def pairs(self) -> np.ndarray:
+        """Visible pairs of each piece."""
+        return self.length * (self.hi - self.lo + self.last_hi - self.last_lo) // 2
+
+
+def row_pieces(intervals: Intervals) -> Pieces:
+    """Pieces of query rows over key rows: all spans by run, then all diagonals."""
+    runs = np.arange(len(intervals.run_row))
+    span_run = np.repeat(runs, np.diff(intervals.span_ptr))
+    own = np.flatnonzero(intervals.diag_lo >= 0)
+    # A first row whose diagonal is empty starts its piece later.
+    skipped = np.maximum(intervals.diag_lo[own] + 1 - intervals.diag_hi[own], 0)
+    run, drop = np.concatenate([span_run, own]), np.concatenate([np.zeros_like(span_run), skipped])
+    pieces = Pieces(
+        first=intervals.run_row[run] + drop,
+        length=intervals.run_length[run] - drop,
+        lo=np.concatenate([intervals.span_lo, intervals.diag_lo[own]]),
+        hi=np.concatenate([intervals.span_hi, intervals.diag_hi[own] + skipped]),
+        lo_step=np.zeros_like(run),
+        hi_step=np.repeat([0, 1], [len(span_run), len(own)]),
+    )
+    return pieces.take((pieces.length > 0) & (pieces.hi > pieces.lo))
+
+
+def transposed(pieces: Pieces) -> Pieces:
+    """The same pairs, seen from the other axis.
+
+    Its row k is seen by ``i <= k - lo`` where the lower end moves and by ``i > k - hi`` where the upper end does. So
+    the visible rows start to shrink from below at ``hi``, and have stopped growing at ``lo + length - 1``.
+    """
+    end = pieces.last_hi
+    shrinks = np.where(pieces.hi_step == 1, pieces.hi, end)
+    grown = np.minimum(pieces.last_lo, end)
+    cuts = np.stack([pieces.lo, np.minimum(shrinks, grown), np.maximum(shrinks, grown), end])
+    start, length = cuts[:-1], np.diff(cuts, axis=0)
+    lo_step, hi_step = (start >= shrinks).astype(np.int64), (start < grown).astype(np.int64)
+    made = Pieces(
+        first=start,
+        length=length,
+        lo=pieces.first + lo_step * (start - pieces.hi + 1),
+        hi=pieces.first + np.where(hi_step == 1, start - pieces.lo + 1, pieces.length),
+        lo_step=lo_step,
+        hi_step=hi_step,
+    )
+    return made.take(length > 0)
+
+
+def cut(pieces: Pieces, size: int) -> tuple[Pieces, np.ndarray]:
+    """Cut pieces at multiples of ``size`` rows; also the tile ``row // size`` of each part, ascending."""
+    first_tile = pieces.first // size
+    parts = (pieces.first + pieces.length - 1) // size - first_tile + 1
+    which = np.repeat(np.arange(len(parts)), parts)
+    tile = expand(first_tile, parts)
+    order = np.argsort(tile, kind="stable")
+    which, tile = which[order], tile[order]
+    whole = pieces.take(which)
+    first = np.maximum(whole.first, tile * size)
+    length = np.minimum(whole.first + whole.length, (tile + 1) * size) - first
+    moved = first - whole.first
+    lo, hi = whole.lo + whole.lo_step * moved, whole.hi + whole.hi_step * moved
+    return Pieces(first, length, lo, hi, whole.lo_step, whole.hi_step), tile
