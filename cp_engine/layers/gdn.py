@@ -7,15 +7,20 @@ W taps, C = 2 Hk K + HV V channels in the order [q | k | v].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
-import torch.nn.functional as F
 
-from cp_engine.kernels.conv import ConvTables, conv_tables, tree_conv
+from cp_engine.kernels import conv
 from cp_engine.kernels.gdn import api as gdn
 from cp_engine.sharding.exchange.heads import HeadTables, head_tables, heads_to_rows, rows_to_heads
-from cp_engine.sharding.exchange.rows import RowTables, accumulation_dtype, fetch_rows, row_tables
+from cp_engine.sharding.exchange.rows import (
+    RowTables,
+    accumulation_dtype,
+    fetch_rows_raw,
+    row_tables,
+    send_rows_home,
+)
 from cp_engine.sharding.exchange.states import FoldTables, fold_entry_states, fold_exit_cotangents, fold_tables
 from cp_engine.sharding.gdn_plan import GdnPlan
 
@@ -41,10 +46,13 @@ class GdnHeads:
             )
 
     @property
+    def of_channels(self) -> conv.Channels:
+        return conv.Channels(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+
+    @property
     def splits(self) -> tuple[int, int, int]:
         """Channels of q, k and v."""
-        keys = self.key_heads * self.key_dim
-        return keys, keys, self.value_heads * self.value_dim
+        return self.of_channels.splits
 
     @property
     def channels(self) -> int:
@@ -55,39 +63,62 @@ class GdnHeads:
 class GdnTables:
     """A `GdnPlan` ready to execute on one rank; all layers of a pack share it."""
 
+    plan: GdnPlan
     rows: int  # n
-    conv: ConvTables
+    mixed_rows: int  # rows of convolution and recurrence: n, or the T tokens of head shards
+    entries: int
+    chunk_size: int
+    device: torch.device
+    conv: conv.ConvTables
     history: RowTables
-    chunks: gdn.ChunkTables
     fold: FoldTables
-    order: HeadTables | None  # set for ulysses: conv and chunks then describe all T tokens
+    order: HeadTables | None  # set for ulysses: convolution and recurrence then see all T tokens
+
+    @cached_property
+    def chunks(self) -> gdn.ChunkTables:
+        """Tables of the `reference` backend."""
+        p = self.plan
+        arrays = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.exit_fragment, p.exit_entry)
+        return gdn.chunk_tables(*arrays, self.entries, self.mixed_rows, self.chunk_size, self.device)
+
+    @cached_property
+    def chains(self) -> gdn.ChainTables:
+        """Tables of the `triton` backend."""
+        p = self.plan
+        fragments = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.chain_fragment, p.chain_level)
+        exits = (p.exit_fragment, p.exit_entry)
+        return gdn.chain_tables(*fragments, *exits, self.entries, self.mixed_rows, self.chunk_size, self.device)
+
+    def make_for_triton(self) -> None:
+        """Make its tables now and not inside the first layer: copies to a device wait."""
+        _ = self.chains, self.conv.short_taps, self.conv.readers
+
+    def of_backend(self, backend: str) -> gdn.ChunkTables | gdn.ChainTables:
+        return self.chains if backend == "triton" else self.chunks
 
 
 def gdn_tables(plan: GdnPlan, rank: int, device: torch.device | str = "cpu", chunk_size: int = 64) -> GdnTables:
     """Execution tables of one rank's plan, made once per pack."""
-    tokens = int(plan.fragment_row[-1])
+    device, tokens = torch.device(device), int(plan.fragment_row[-1])
     order = None if plan.order is None else head_tables(plan.order, rank, device)
     # Head shards hold exactly the tokens; token shards have a padding row where they hold none.
     rows = max(1, tokens) if order is None else tokens
-    chunks = gdn.chunk_tables(
-        plan.fragment_row,
-        plan.fragment_parent,
-        plan.fragment_entry,
-        plan.exit_fragment,
-        plan.exit_entry,
+    fetch = plan.history_fetch
+    tables = GdnTables(
+        plan=plan,
+        rows=rows if order is None else order.rows,
+        mixed_rows=rows,
         entries=int(plan.fold.entry_counts[rank]) if order is None else 0,
-        rows=rows,
         chunk_size=chunk_size,
         device=device,
-    )
-    return GdnTables(
-        rows=rows if order is None else order.rows,
-        conv=conv_tables(plan.fragment_row, plan.history, rows, plan.history_fetch.rows_in, device),
-        history=row_tables(plan.history_fetch, device),
-        chunks=chunks,
+        conv=conv.conv_tables(plan.fragment_row, plan.history, rows, fetch.rows_in, device, fetch.send_rows),
+        history=row_tables(fetch, device),
         fold=fold_tables(plan.fold, rank, device),
         order=order,
     )
+    if device.type == "cuda":
+        tables.make_for_triton()
+    return tables
 
 
 def tree_gated_delta_rule(
@@ -98,6 +129,7 @@ def tree_gated_delta_rule(
     tables: GdnTables,
     group,
     heads: GdnHeads,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Convolution, SiLU, L2 norm of q and k, and the gated delta rule along root paths, across the ranks of ``group``.
 
@@ -110,18 +142,21 @@ def tree_gated_delta_rule(
         g: [n, HV] log decay.
         beta: [n, HV].
         group: process group of the CP ranks; None on a single rank.
+        backend: ``reference``, ``triton`` (our kernels and fla's; float32, bfloat16 and float16), or ``auto``: triton
+            for 16-bit rows on a GPU.
 
     Returns:
         [n, HV, V] in the dtype of ``mixed_qkv``. States and summaries are in the accumulation dtype.
 
     Raises:
-        ValueError: for shapes that do not fit the heads or the plan, and for head counts that cannot be spread over
-            the ranks; the latter on every rank, before anything is sent.
+        ValueError: for shapes that do not fit the heads or the plan, for a backend that cannot run, and for head counts
+            that cannot be spread over the ranks; the latter on every rank, before anything is sent.
     """
     _check_shapes(mixed_qkv, conv_weight, g, beta, tables, heads)
+    k, v = (mixed_qkv.new_empty(0, 1, size) for size in (heads.key_dim, heads.value_dim))
+    backend = gdn.choose(backend, k, v)
     if tables.order is None:
-        history = fetch_rows(mixed_qkv, tables.history, group)
-        return _mix(torch.cat([mixed_qkv, history]), conv_weight, g, beta, tables, group, heads)
+        return _TreeMixer.apply(mixed_qkv, conv_weight, g, beta, tables, group, heads, backend)
     order = tables.order
     share, columns, gate_columns = _head_shares(heads, order.world)
     columns, gate_columns = columns.to(mixed_qkv.device), gate_columns.to(mixed_qkv.device)
@@ -129,8 +164,8 @@ def tree_gated_delta_rule(
     mixed = rows_to_heads(mixed_qkv, columns, order, group)
     gates = rows_to_heads(torch.cat([g.to(acc), beta.to(acc)], dim=1), gate_columns, order, group)
     own_g, own_beta = gates.chunk(2, dim=1)
-    # No state leaves a head shard: the fold of this plan is empty.
-    o = _mix(mixed, conv_weight[columns[order.rank]], own_g, own_beta, tables, None, share)
+    # No state leaves a head shard: the fold of this plan is empty, and so is the exchange of history rows.
+    o = _TreeMixer.apply(mixed, conv_weight[columns[order.rank]], own_g, own_beta, tables, None, share, backend)
     rows = heads_to_rows(o.flatten(1), order, group)
     return rows.reshape(order.rows, heads.value_heads, heads.value_dim)
 
@@ -150,38 +185,44 @@ def _check_shapes(mixed_qkv, conv_weight, g, beta, tables: GdnTables, heads: Gdn
             )
 
 
-def _mix(x_ext, conv_weight, g, beta, tables: GdnTables, group, heads: GdnHeads) -> torch.Tensor:
-    """Convolve rows and run the recurrence on them; [rows + fetched, C] -> [rows, HV, V]."""
-    mixed = F.silu(tree_conv(x_ext, conv_weight, tables.conv)).to(accumulation_dtype(x_ext.dtype))
-    q, k, v = mixed.split(heads.splits, dim=1)
-    q, k = (gdn.l2_normalise(x.unflatten(1, (heads.key_heads, heads.key_dim))) for x in (q, k))
-    v = v.unflatten(1, (heads.value_heads, heads.value_dim))
-    o = _TreeRecurrence.apply(q, k, v, g.to(v.dtype), beta.to(v.dtype), tables, group)
-    return o.to(x_ext.dtype)
-
-
-class _TreeRecurrence(torch.autograd.Function):
-    """The recurrence and its exchange of states; saves inputs, entry states and A, nothing per chunk."""
+class _TreeMixer(torch.autograd.Function):
+    """Convolution and recurrence with their exchanges. Saves inputs, fetched history rows, entry states and A, nothing
+    per chunk: backward computes the rest again and exchanges gradients only."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, tables: GdnTables, group) -> torch.Tensor:
-        inputs = gdn.Inputs(q, k, v, g, beta)
-        stages = gdn.chunk_stages(inputs, tables.chunks)
-        summary = gdn.exit_summary(inputs, stages, tables.chunks)
+    def forward(ctx, x, weight, g, beta, tables: GdnTables, group, heads: GdnHeads, backend: str) -> torch.Tensor:
+        fetched = fetch_rows_raw(x, tables.history, group)
+        inputs = _inputs(x, fetched, weight, g, beta, tables, heads, backend)
+        local = tables.of_backend(backend)
+        stages = gdn.chunk_stages(inputs, local)
+        summary = gdn.exit_summary(inputs, stages, local)
         entry_states, transition = fold_entry_states(*summary, tables.fold, group)
-        ctx.save_for_backward(*inputs, entry_states, transition)
-        ctx.tables, ctx.group = tables, group
-        return gdn.outputs(inputs, stages, entry_states, tables.chunks)
+        ctx.save_for_backward(x, weight, g, beta, fetched, entry_states, transition)
+        ctx.tables, ctx.group, ctx.heads, ctx.backend = tables, group, heads, backend
+        return gdn.outputs(inputs, stages, entry_states, local).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor):
-        *rows, entry_states, transition = ctx.saved_tensors
-        inputs, tables = gdn.Inputs(*rows), ctx.tables
-        stages = gdn.chunk_stages(inputs, tables.chunks)
-        back = gdn.backward_stages(inputs, dout, tables.chunks)
-        dentry = gdn.entry_cotangents(inputs, stages, back, tables.chunks)
-        dexit = fold_exit_cotangents(dentry, transition, tables.fold, ctx.group)
-        return *gdn.input_gradients(inputs, stages, back, entry_states, dexit, tables.chunks), None, None
+        x, weight, g, beta, fetched, entry_states, transition = ctx.saved_tensors
+        tables, group, backend = ctx.tables, ctx.group, ctx.backend
+        channels, local = ctx.heads.of_channels, tables.of_backend(backend)
+        inputs = _inputs(x, fetched, weight, g, beta, tables, ctx.heads, backend)
+        stages = gdn.chunk_stages(inputs, local)
+        back = gdn.backward_stages(inputs, stages, dout.to(inputs.v.dtype), local)
+        dentry = gdn.entry_cotangents(inputs, stages, back, local)
+        dexit = fold_exit_cotangents(dentry, transition, tables.fold, group)
+        *dqkv, dg, dbeta = gdn.input_gradients(inputs, stages, back, entry_states, dexit, local)
+        part = conv.qkv_backward(x, fetched, weight, tuple(dqkv), tables.conv, channels, backend)
+        home = send_rows_home(part.fetched, tables.history, group)
+        dx = conv.rows_backward(part, home, x, weight, tables.conv, backend)
+        return dx, part.weight, dg.to(g.dtype), dbeta.to(beta.dtype), None, None, None, None
+
+
+def _inputs(x, fetched, weight, g, beta, tables: GdnTables, heads: GdnHeads, backend: str) -> gdn.Inputs:
+    """Rows of the recurrence: on `triton` in the dtype of x with decays in float32, else in the accumulation dtype."""
+    q, k, v = conv.qkv(x, fetched, weight, tables.conv, heads.of_channels, backend)
+    acc = accumulation_dtype(x.dtype)
+    return gdn.Inputs(q, k, v, g.to(acc), beta.to(acc))
 
 
 @lru_cache(maxsize=64)

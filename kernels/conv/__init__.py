@@ -1,5 +1,15 @@
 """Causal depthwise convolution over prefix trees."""
 
-from cp_engine.kernels.conv.api import ConvTables, conv_tables, tree_conv
+from cp_engine.kernels.conv.api import RowGradients, qkv, qkv_backward, rows_backward, tree_conv
+from cp_engine.kernels.conv.tables import Channels, ConvTables, conv_tables
 
-__all__ = ["ConvTables", "conv_tables", "tree_conv"]
+__all__ = [
+    "Channels",
+    "ConvTables",
+    "RowGradients",
+    "conv_tables",
+    "qkv",
+    "qkv_backward",
+    "rows_backward",
+    "tree_conv",
+]

@@ -1,48 +1,73 @@
 """Causal depthwise convolution over a forest: the last W inputs of the root path, not of memory.
 
-Shapes: n local rows, m fetched rows, W taps, C channels, F fragments. The output has no activation.
+`qkv` and `qkv_backward` are the stages of a Gated DeltaNet layer: convolution, SiLU, and L2 norm of q and k, without an
+autograd graph, so that a layer sends fetched rows' gradients home in the middle. `tree_conv` is the convolution alone.
+
+Shapes: n local rows, m fetched rows, M rows sent to other ranks, W taps, C channels, F fragments; Hk key heads and
+H value heads of sizes K and V, C = 2 Hk K + H V in the order [q | k | v].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from types import ModuleType
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from cp_engine.kernels.conv.reference import conv_backward, conv_forward
+from cp_engine.kernels.conv.tables import Channels, ConvTables
+
+BACKENDS = {"reference": "cp_engine.kernels.conv.reference", "triton": "cp_engine.kernels.conv.triton"}
 
 
-@dataclass(frozen=True, eq=False)
-class ConvTables:
-    """Which rows each output row reads; made once per pack."""
+class RowGradients(NamedTuple):
+    """Gradients of `qkv` before those that other ranks hold for this rank's rows have come home."""
 
-    taps: torch.Tensor  # int64 [n, W] row of x_ext for each tap, oldest first; n + m reads zero
-    width: int
+    rows: torch.Tensor  # what `rows_backward` of the same backend takes
+    fetched: torch.Tensor  # [m, C] in the accumulation dtype
+    weight: torch.Tensor  # [C, W] in the weight's dtype
 
 
-def conv_tables(
-    fragment_row: np.ndarray, history: np.ndarray, rows: int, fetched: int, device: torch.device | str = "cpu"
-) -> ConvTables:
-    """Tap tables of one rank.
+def qkv(
+    x: torch.Tensor, fetched: torch.Tensor, weight: torch.Tensor, tables: ConvTables, channels: Channels, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalised q and k [n, Hk, K] and v [n, H, V] of projections x [n, C] and fetched ones [m, C]; weight [C, W].
 
-    Args:
-        fragment_row: int [F + 1] row boundaries of the fragments. Rows after the last one are padding and give zero.
-        history: int [F, W - 1] rows above each fragment's first row, oldest first; -1 above a root.
-        rows: n, padding row included.
-        fetched: m.
+    ``reference`` returns the accumulation dtype, ``triton`` that of x. Rows outside fragments are zero.
+
+    Raises:
+        ValueError: if ``weight`` has another number of taps than the plan or of channels than x.
     """
-    width = history.shape[1] + 1
-    zero = rows + fetched
-    taps = np.full((rows, width), zero, np.int64)
-    used = np.arange(int(fragment_row[-1]))
-    fragment = np.repeat(np.arange(len(history)), np.diff(fragment_row))
-    offset = used - np.asarray(fragment_row)[fragment]
-    for tap in range(width):
-        back = width - 1 - tap
-        above = history[fragment, np.minimum(offset + tap, width - 2)] if width > 1 else used
-        taps[used, tap] = np.where(offset >= back, used - back, np.where(above < 0, zero, above))
-    return ConvTables(torch.as_tensor(taps, device=device), width)
+    _check_weight(weight, x.shape[1], tables)
+    return _backend(backend).qkv(x, fetched, weight, tables, channels)
+
+
+def qkv_backward(
+    x: torch.Tensor,
+    fetched: torch.Tensor,
+    weight: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tables: ConvTables,
+    channels: Channels,
+    backend: str,
+) -> RowGradients:
+    """First half of the backward; ``grads`` are those of q, k and v."""
+    return RowGradients(*_backend(backend).qkv_backward(x, fetched, weight, grads, tables, channels))
+
+
+def rows_backward(
+    gradients: RowGradients, home: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tables: ConvTables, backend: str
+) -> torch.Tensor:
+    """Gradient of x [n, C], in its dtype. ``home`` [M, C], accumulation dtype, came back for the rows that were sent.
+
+    Every row's contributions add up in a fixed order in the accumulation dtype.
+    """
+    return _backend(backend).rows_backward(gradients.rows, home, x, weight, tables)
+
+
+def _backend(name: str) -> ModuleType:
+    return importlib.import_module(BACKENDS[name])
 
 
 class _TreeConv(torch.autograd.Function):
@@ -59,7 +84,7 @@ class _TreeConv(torch.autograd.Function):
 
 
 def tree_conv(x_ext: torch.Tensor, weight: torch.Tensor, tables: ConvTables) -> torch.Tensor:
-    """Convolve along root paths; differentiable in ``x_ext`` and ``weight``.
+    """Convolve along root paths, without an activation; differentiable in ``x_ext`` and ``weight``.
 
     Args:
         x_ext: [n + m, C] local rows, then fetched history rows.
@@ -71,9 +96,13 @@ def tree_conv(x_ext: torch.Tensor, weight: torch.Tensor, tables: ConvTables) -> 
     Raises:
         ValueError: if ``weight`` has another number of taps than the plan or of channels than ``x_ext``.
     """
-    if weight.shape != (x_ext.shape[1], tables.width):
+    _check_weight(weight, x_ext.shape[1], tables)
+    return _TreeConv.apply(x_ext, weight, tables)
+
+
+def _check_weight(weight: torch.Tensor, channels: int, tables: ConvTables) -> None:
+    if weight.shape != (channels, tables.width):
         raise ValueError(
-            f"the convolution weight must be [channels, taps] = [{x_ext.shape[1]}, {tables.width}], got "
+            f"the convolution weight must be [channels, taps] = [{channels}, {tables.width}], got "
             f"{list(weight.shape)}: plan with conv_width equal to the model's convolution width"
         )
-    return _TreeConv.apply(x_ext, weight, tables)

@@ -2,38 +2,118 @@
 
 Forward: `chunk_stages`, `exit_summary`, (states move), `outputs`. Backward: `chunk_stages`, `backward_stages`,
 `entry_cotangents`, (gradients of states move), `input_gradients`. States, summaries and their gradients are in the
-dtype of `Inputs`: float32, or float64 for float64. The reference module states equations and shapes.
+accumulation dtype: float32, or float64 for float64. The reference module states equations and shapes.
+
+Two backends: `reference` on `ChunkTables` and `triton` on `ChainTables`; the tables say which one computes.
 """
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from typing import NamedTuple
+
 import torch
 
+from cp_engine.kernels.gdn import reference, triton
 from cp_engine.kernels.gdn.chunks import ChunkTables, chunk_tables
-from cp_engine.kernels.gdn.reference import (
-    Inputs,
-    backward_stages,
-    chunk_stages,
-    entry_cotangents,
-    exit_summary,
-    input_gradients,
-    outputs,
-)
+from cp_engine.kernels.gdn.reference import Inputs
+from cp_engine.kernels.gdn.state_pass import BackwardStage, Stage
+from cp_engine.kernels.gdn.triton import ChainTables, chain_tables
 
 __all__ = [
+    "BACKENDS",
+    "ChainTables",
     "ChunkTables",
     "Inputs",
     "backward_stages",
+    "chain_tables",
+    "choose",
     "chunk_stages",
     "chunk_tables",
     "entry_cotangents",
     "exit_summary",
     "input_gradients",
-    "l2_normalise",
     "outputs",
 ]
 
+BACKENDS = ("auto", "reference", "triton")
+_LOG = logging.getLogger(__name__)
 
-def l2_normalise(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """``x / sqrt(sum(x^2) + eps)`` over the last axis, as the models of `transformers` normalise q and k."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+class _Pulled(NamedTuple):
+    """What the Triton backward needs besides its `Stages`."""
+
+    dout: torch.Tensor  # [n, H, V]
+    dv_local: torch.Tensor  # [n, H, V]
+
+
+def choose(backend: str, k: torch.Tensor, v: torch.Tensor) -> str:
+    """``reference`` or ``triton`` for rows like k [., Hk, K] and v [., H, V].
+
+    Raises:
+        ValueError: for an unknown backend, and for ``triton`` where it cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"gdn backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if backend == "reference":
+        return backend
+    if backend == "auto" and (v.device.type != "cuda" or v.dtype in (torch.float64, torch.float32)):
+        # float32 is for proofs: some of fla's products are in tf32.
+        return "reference"
+    reason = triton.why_not(k, v)
+    if backend == "triton" and reason is not None:
+        raise ValueError(f"gdn backend triton {reason}")
+    name = "triton" if reason is None else "reference"
+    _log_once(name, str(v.dtype), k.shape[2], v.shape[2], reason)
+    return name
+
+
+@cache
+def _log_once(name: str, dtype: str, key_dim: int, value_dim: int, reason: str | None) -> None:
+    told = f"; triton {reason}" if reason else ""
+    _LOG.info("gated delta rule, %s, head sizes %d and %d: backend %s%s", dtype, key_dim, value_dim, name, told)
+
+
+def chunk_stages(inputs: Inputs, tables: ChunkTables | ChainTables) -> list[Stage] | triton.Stages:
+    """The tree-independent half of the forward, once over all chunks."""
+    if isinstance(tables, ChainTables):
+        return triton.chunk_stages(inputs, tables)
+    return reference.chunk_stages(inputs, tables)
+
+
+def exit_summary(inputs: Inputs, stages, tables: ChunkTables | ChainTables) -> tuple[torch.Tensor, torch.Tensor]:
+    """B [X, H, K, V] of every exit and A [XA, H, K, K] of the exits below an entry."""
+    backend = triton if isinstance(tables, ChainTables) else reference
+    return backend.exit_summary(inputs, stages, tables)
+
+
+def outputs(inputs: Inputs, stages, entry_states: torch.Tensor, tables: ChunkTables | ChainTables) -> torch.Tensor:
+    """o [n, H, V] given the states [Y, H, K, V] at the entries; rows outside fragments are zero."""
+    backend = triton if isinstance(tables, ChainTables) else reference
+    return backend.outputs(inputs, stages, entry_states, tables)
+
+
+def backward_stages(
+    inputs: Inputs, stages, dout: torch.Tensor, tables: ChunkTables | ChainTables
+) -> list[BackwardStage] | _Pulled:
+    """The tree-independent half of the backward before the reverse state pass; ``dout`` [n, H, V]."""
+    if isinstance(tables, ChainTables):
+        return _Pulled(dout, triton.backward_stages(inputs, stages, dout, tables))
+    return reference.backward_stages(inputs, dout, tables)
+
+
+def entry_cotangents(inputs: Inputs, stages, backward, tables: ChunkTables | ChainTables) -> torch.Tensor:
+    """Gradients of the entry states [Y, H, K, V] when the gradients of all exit states are zero."""
+    if isinstance(tables, ChainTables):
+        return triton.entry_cotangents(inputs, stages, *backward, tables)
+    return reference.entry_cotangents(inputs, stages, backward, tables)
+
+
+def input_gradients(
+    inputs: Inputs, stages, backward, entry_states: torch.Tensor, dexit: torch.Tensor, tables: ChunkTables | ChainTables
+) -> Inputs:
+    """Gradients of the inputs, given those of the exit states ``dexit`` [X, H, K, V]."""
+    if isinstance(tables, ChainTables):
+        return triton.input_gradients(inputs, stages, *backward, entry_states, dexit, tables)
+    return reference.input_gradients(inputs, stages, backward, entry_states, dexit, tables)

@@ -51,27 +51,15 @@ def fetch_rows_raw(x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
     return all_to_all_rows(x[tables.send_rows], tables.send_counts, tables.recv_counts, group)
 
 
+def send_rows_home(grad: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
+    """Gradients of fetched rows to their owners: [K_in, ...] -> [K_out, ...] for ``send_rows``, peers in rank order."""
+    return all_to_all_rows(grad, tables.recv_counts, tables.send_counts, group)
+
+
 def return_rows(grad: torch.Tensor, tables: RowTables, out: torch.Tensor, group) -> torch.Tensor:
     """Send gradients of fetched rows home and add them to ``out`` [n, ...] in place, peers in rank order."""
-    home = all_to_all_rows(grad.to(out.dtype), tables.recv_counts, tables.send_counts, group)
+    home = send_rows_home(grad.to(out.dtype), tables, group)
     # One peer at a time: no row occurs twice in a call, so the order of the sums is fixed on every device.
     for rows, part in zip(tables.send_rows.split(tables.send_counts), home.split(tables.send_counts), strict=True):
         out.index_add_(0, rows, part)
     return out
-
-
-class _FetchRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
-        ctx.tables, ctx.group, ctx.shape, ctx.dtype = tables, group, x.shape, x.dtype
-        return fetch_rows_raw(x, tables, group)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        out = torch.zeros(ctx.shape, dtype=accumulation_dtype(ctx.dtype), device=grad.device)
-        return return_rows(grad, ctx.tables, out, ctx.group).to(ctx.dtype), None, None
-
-
-def fetch_rows(x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
-    """Differentiable `fetch_rows_raw`; the gradient sums over peers in the accumulation dtype."""
-    return _FetchRows.apply(x, tables, group)

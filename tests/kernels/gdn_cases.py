@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cp_engine.kernels.conv.reference import l2_normalise
 from cp_engine.kernels.gdn import api
 from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.sharding.forest import Forest
@@ -53,7 +54,8 @@ class Case:
             p.fragment_row, p.fragment_parent, p.fragment_entry, p.exit_fragment, p.exit_entry, self.entries,
             len(self.dout), device=self.dout.device,
         )  # fmt: skip
-        return tables, x, api.chunk_stages(x, tables), api.backward_stages(x, self.dout.double(), tables)
+        stages = api.chunk_stages(x, tables)
+        return tables, x, stages, api.backward_stages(x, stages, self.dout.double(), tables)
 
     def true_stages(self):
         """Stages of forward and of backward, float64, and the chunks of each."""
@@ -96,8 +98,8 @@ def case(plan: GdnPlan, rank: int, sizes=(1, 2, 32, 32), keys: str = "low rank",
     g = torch.rand(rows, heads, generator=rng)
     g = torch.log(0.97 + 0.0299 * g) if slow else -2.0 * g
     beta = torch.rand(rows, heads, generator=rng) * torch.where(torch.arange(heads) % 2 == 0, 1.0, 1e-3)
-    q = api.l2_normalise(normal(rows, key_heads, key_dim))
-    inputs = api.Inputs(q, api.l2_normalise(k), normal(rows, heads, value_dim), g, beta)
+    q = l2_normalise(normal(rows, key_heads, key_dim))
+    inputs = api.Inputs(q, l2_normalise(k), normal(rows, heads, value_dim), g, beta)
     state = (heads, key_dim, value_dim)
     return Case(plan, entries, inputs, normal(rows, heads, value_dim), normal(entries, *state), normal(exits, *state))
 

@@ -1,18 +1,15 @@
 """Cases of the Triton GDN backend in Triton's interpreter; `test_gdn_triton.py` runs this file."""
 
-from tests.kernels.interpreted import integer_masks  # isort: skip  # before anything that imports Triton
+from tests.kernels.interpreted import integer_masks, single_configurations  # isort: skip  # before anything that imports Triton
 
 import importlib
 import inspect
-import sys
 from dataclasses import replace
 from importlib.metadata import version
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.jit import KernelInterface
 
 from cp_engine.kernels.conv import conv_tables, tree_conv
 from cp_engine.kernels.gdn import fla_stages
@@ -28,18 +25,8 @@ BOUND = 1e-5  # float32; see the log for what is seen
 
 
 @pytest.fixture(autouse=True, scope="module")
-def single_configurations():
-    """fla's autotuners ask for a GPU driver unless there is nothing to choose."""
-    import fla.modules.causal_conv1d.ops
-    import fla.ops.common.chunk_o
-    import fla.ops.gated_delta_rule  # noqa: F401
-
-    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
-        for value in vars(module).values():
-            while isinstance(value, KernelInterface):
-                if isinstance(value, Autotuner):
-                    value.configs = value.configs[:1]
-                value = getattr(value, "fn", None)
+def one_configuration():
+    single_configurations()
 
 
 def errors(mine: Case, tables: gdn.ChainTables | None = None) -> dict[str, float]:

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from cp_engine.kernels.conv.reference import l2_normalise
 from cp_engine.kernels.gdn import api as gdn
 from cp_engine.kernels.gdn import chunks, reference
 from tests.gdn_oracle import LENGTHS, relative_errors, repeat_heads, token_step
@@ -45,7 +46,7 @@ class Local:
         g, beta = (torch.rand(self.rows, VALUE_HEADS, generator=rng, dtype=torch.float64) for _ in range(2))
         g = torch.log(0.97 + 0.0299 * g) if slow else -8.0 * g
         beta = beta * torch.tensor([1.0, 1.0, 1e-2, 1e-6], dtype=torch.float64)
-        return gdn.Inputs(gdn.l2_normalise(q), gdn.l2_normalise(k), v, g, beta)
+        return gdn.Inputs(l2_normalise(q), l2_normalise(k), v, g, beta)
 
     def truth(self, inputs: gdn.Inputs, entry_states: torch.Tensor):
         """Outputs and exit states by the token recurrence."""
@@ -74,7 +75,7 @@ def run_kernel(inputs, entry_states, dout, dexit, tables):
     stages = gdn.chunk_stages(inputs, tables)
     exits, transition = gdn.exit_summary(inputs, stages, tables)
     out = gdn.outputs(inputs, stages, entry_states, tables)
-    back = gdn.backward_stages(inputs, dout, tables)
+    back = gdn.backward_stages(inputs, stages, dout, tables)
     dentry = gdn.entry_cotangents(inputs, stages, back, tables)
     grads = gdn.input_gradients(inputs, stages, back, entry_states, dexit, tables)
     return out, exits, transition, grads, dentry

@@ -1,0 +1,223 @@
+"""Convolution, SiLU and L2 norm of a Gated DeltaNet layer in one kernel for each of q, k and v, and their backward.
+
+Backward: `_values_kernel` pulls the gradients of q, k and v back to the convolution's output (dy) and to the weight;
+then a row's gradient is the sum of ``dy[reader] * weight[tap]`` over its readers. Rows that are read inside their
+fragment only need no list (`_rows_kernel`); those read by several fragments or by other ranks add up a list in a fixed
+order (`_listed_kernel`), so nothing is atomic.
+
+Shapes: n local rows, m fetched rows, M rows sent to other ranks, W taps, C channels, D size of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_engine.kernels.attention.triton.compiler import tl, triton
+from cp_engine.kernels.conv.reference import NORM_EPS
+from cp_engine.kernels.conv.tables import Channels, ConvTables, Readers
+
+ROWS = 32  # of a tile
+SPLITS = 64  # programs of a head that share the rows, each with a partial gradient of the weight
+CHANNELS = 128  # of a program that sums over readers
+ENTRIES = 16  # of a list, read at once
+WARPS = 4
+
+
+@triton.jit
+def _tap(
+    x, fetched, taps, tap: tl.constexpr, row, column, live, inside, rows, total,
+    C: tl.constexpr, W: tl.constexpr, FETCHED: tl.constexpr,
+):  # fmt: skip
+    """Input of one tap of a tile, float32, for channels ``column`` of all C; ``total`` is n + m."""
+    source = tl.cast(tl.load(taps + row * W + tap, mask=live, other=0), tl.int64)
+    here = (live & (source < rows))[:, None] & inside[None, :]
+    value = tl.load(x + source[:, None] * C + column[None, :], mask=here, other=0.0).to(tl.float32)
+    if FETCHED:
+        there = (live & (source >= rows) & (source < total))[:, None] & inside[None, :]
+        value += tl.load(fetched + (source - rows)[:, None] * C + column[None, :], mask=there, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _convolved(
+    x, fetched, weight, taps, row, column, live, inside, rows, total,
+    C: tl.constexpr, W: tl.constexpr, FETCHED: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Convolution of a tile, float32."""
+    result = tl.zeros([ROWS, DP], dtype=tl.float32)
+    for tap in tl.static_range(W):
+        value = _tap(x, fetched, taps, tap, row, column, live, inside, rows, total, C, W, FETCHED)
+        result += value * tl.load(weight + column * W + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return result
+
+
+@triton.jit(do_not_specialize=["rows", "used", "total"])
+def _qkv_kernel(
+    x, fetched, weight, taps, out, rows, used, total,
+    FIRST: tl.constexpr, C: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr,
+    FETCHED: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    row, inner = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
+    live, inside = row < used, inner < D
+    column = FIRST + head * D + inner
+    y = _convolved(x, fetched, weight, taps, row, column, live, inside, rows, total, C, W, FETCHED, ROWS, DP)
+    y = y / (1.0 + tl.exp(-y))
+    if NORM:
+        y = y / tl.sqrt(tl.sum(y * y, 1) + EPS)[:, None]
+    at = out + row[:, None] * (H * D) + head * D + inner[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), mask=(row < rows)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "used", "total"])
+def _values_kernel(
+    x, fetched, weight, taps, dout, dy, dweight, rows, used, total,
+    FIRST: tl.constexpr, C: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr,
+    WP: tl.constexpr, FETCHED: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    split, head = tl.program_id(0), tl.program_id(1)
+    inner, tap_number = tl.arange(0, DP), tl.arange(0, WP)
+    inside, column = inner < D, FIRST + head * D + inner
+    sums = tl.zeros([WP, DP], dtype=tl.float32)
+    for tile in range(split, tl.cdiv(used, ROWS), SPLITS):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        live = row < used
+        y = _convolved(x, fetched, weight, taps, row, column, live, inside, rows, total, C, W, FETCHED, ROWS, DP)
+        sigmoid = 1.0 / (1.0 + tl.exp(-y))
+        grad = tl.load(
+            dout + row[:, None] * (H * D) + head * D + inner[None, :], mask=live[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        if NORM:
+            value = y * sigmoid
+            inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) + EPS)
+            value *= inverse[:, None]
+            grad = inverse[:, None] * (grad - value * tl.sum(grad * value, 1)[:, None])
+        grad *= sigmoid * (1.0 + y * (1.0 - sigmoid))
+        tl.store(
+            dy + row[:, None] * C + column[None, :], grad.to(dy.dtype.element_ty), mask=live[:, None] & inside[None, :]
+        )
+        for tap in tl.static_range(W):
+            value = _tap(x, fetched, taps, tap, row, column, live, inside, rows, total, C, W, FETCHED)
+            part = tl.sum(grad * value, 0)
+            sums += tl.where(tap_number == tap, 1.0, 0.0)[:, None] * part[None, :]
+    at = dweight + tl.cast(split, tl.int64) * (C * W) + column[None, :] * W + tap_number[:, None]
+    tl.store(at, sums, mask=(tap_number < W)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rows_kernel(
+    dy, weight, following, dx, rows, C: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
+):
+    row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = column < C
+    count = tl.load(following + row, mask=row < rows, other=-1)
+    total = tl.zeros([ROWS, CHANNELS], dtype=tl.float32)
+    for step in tl.static_range(W):
+        read = (count > step)[:, None] & inside[None, :]
+        value = tl.load(dy + (row + step)[:, None] * C + column[None, :], mask=read, other=0.0).to(tl.float32)
+        total += value * tl.load(weight + column * W + (W - 1 - step), mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = dx + row[:, None] * C + column[None, :]
+    tl.store(at, total.to(dx.dtype.element_ty), mask=(count >= 0)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _listed_kernel(
+    dy, weight, home, pointers, entries, places, out,
+    C: tl.constexpr, W: tl.constexpr, HOME: tl.constexpr, CHANNELS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """One listed row: ``places`` says which row of ``out`` it is."""
+    number = tl.program_id(0)
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = column < C
+    total = tl.zeros([CHANNELS], dtype=tl.float32)
+    begin, end = tl.load(pointers + number), tl.load(pointers + number + 1)
+    for first in range(begin, end, ENTRIES):
+        place = first + tl.arange(0, ENTRIES)
+        entry = tl.cast(tl.load(entries + place, mask=place < end, other=-1), tl.int64)
+        read = ((place < end) & (entry >= 0))[:, None] & inside[None, :]
+        reader, tap = entry // W, entry % W
+        value = tl.load(dy + reader[:, None] * C + column[None, :], mask=read, other=0.0).to(tl.float32)
+        value *= tl.load(weight + column[None, :] * W + tap[:, None], mask=read, other=0.0).to(tl.float32)
+        if HOME:
+            came = ((place < end) & (entry < 0))[:, None] & inside[None, :]
+            value += tl.load(home + (-1 - entry)[:, None] * C + column[None, :], mask=came, other=0.0)
+        total += tl.sum(value, 0)
+    row = tl.cast(tl.load(places + number), tl.int64)
+    tl.store(out + row * C + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _parts(channels: Channels) -> tuple[tuple[int, int, int, bool], ...]:
+    """First channel, heads, head size and norm of q, k and v."""
+    keys, _, _ = channels.splits
+    of_keys = (channels.key_heads, channels.key_dim, True)
+    return (0, *of_keys), (keys, *of_keys), (2 * keys, channels.value_heads, channels.value_dim, False)
+
+
+def qkv(
+    x: torch.Tensor, fetched: torch.Tensor, weight: torch.Tensor, tables: ConvTables, channels: Channels
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.conv.api.qkv`."""
+    x, fetched, weight = x.contiguous(), fetched.contiguous(), weight.contiguous()
+    outs = []
+    for first, heads, size, norm in _parts(channels):
+        out = x.new_empty((len(x), heads, size))
+        _qkv_kernel[(triton.cdiv(len(x), ROWS), heads)](
+            x, fetched, weight, tables.short_taps, out, len(x), tables.used, len(x) + len(fetched),
+            FIRST=first, C=x.shape[1], H=heads, D=size, DP=triton.next_power_of_2(size), W=tables.width,
+            FETCHED=len(fetched) > 0, NORM=norm, EPS=NORM_EPS, ROWS=ROWS, num_warps=WARPS,
+        )  # fmt: skip
+        outs.append(out)
+    return tuple(outs)
+
+
+def qkv_backward(
+    x: torch.Tensor,
+    fetched: torch.Tensor,
+    weight: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tables: ConvTables,
+    channels: Channels,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `cp_engine.kernels.conv.api.qkv_backward`; the rows are dy, in the dtype of x."""
+    x, fetched, weight = x.contiguous(), fetched.contiguous(), weight.contiguous()
+    count, width, total = x.shape[1], tables.width, len(x) + len(fetched)
+    dy = torch.empty_like(x)
+    splits = max(1, min(SPLITS, triton.cdiv(tables.used, ROWS)))
+    dweight = torch.empty((splits, count, width), dtype=torch.float32, device=x.device)
+    for grad, (first, heads, size, norm) in zip(grads, _parts(channels), strict=True):
+        _values_kernel[(splits, heads)](
+            x, fetched, weight, tables.short_taps, grad.contiguous(), dy, dweight, len(x), tables.used, total,
+            FIRST=first, C=count, H=heads, D=size, DP=triton.next_power_of_2(size), W=width,
+            WP=triton.next_power_of_2(width), FETCHED=len(fetched) > 0, NORM=norm, EPS=NORM_EPS, ROWS=ROWS,
+            SPLITS=splits, num_warps=WARPS,
+        )  # fmt: skip
+    dfetched = torch.empty((len(fetched), count), dtype=torch.float32, device=x.device)
+    readers = tables.readers
+    _sum_listed(dy, weight, None, readers.fetched_ptr, readers.fetched_list, readers.fetched, dfetched)
+    return dy, dfetched, dweight.sum(0).to(weight.dtype)
+
+
+def rows_backward(
+    dy: torch.Tensor, home: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tables: ConvTables
+) -> torch.Tensor:
+    """See `cp_engine.kernels.conv.api.rows_backward`."""
+    dx, weight, count = torch.empty_like(dy), weight.contiguous(), x.shape[1]
+    readers: Readers = tables.readers
+    _rows_kernel[(triton.cdiv(len(x), ROWS), triton.cdiv(count, CHANNELS))](
+        dy, weight, readers.following, dx, len(x), C=count, W=tables.width, ROWS=ROWS, CHANNELS=CHANNELS,
+        num_warps=WARPS,
+    )  # fmt: skip
+    _sum_listed(dy, weight, home.contiguous(), readers.row_ptr, readers.row_list, readers.rows, dx)
+    return dx
+
+
+def _sum_listed(dy, weight, home, pointers, entries, places, out) -> None:
+    if len(places):
+        count, width = weight.shape
+        _listed_kernel[(len(places), triton.cdiv(count, CHANNELS))](
+            dy, weight, home, pointers, entries, places, out,
+            C=count, W=width, HOME=home is not None and len(home) > 0, CHANNELS=CHANNELS, ENTRIES=ENTRIES,
+            num_warps=WARPS,
+        )  # fmt: skip

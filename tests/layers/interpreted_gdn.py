@@ -1,0 +1,111 @@
+"""The Gated DeltaNet layer on the Triton backend in Triton's interpreter; `test_gdn_triton.py` runs this file."""
+
+from tests.kernels.interpreted import single_configurations  # isort: skip  # before anything that imports Triton
+
+import pytest
+import torch
+
+from cp_engine.kernels.conv import Channels, conv_tables, qkv, qkv_backward, rows_backward
+from cp_engine.layers.gdn import GdnHeads, gdn_tables, tree_gated_delta_rule
+from cp_engine.sharding.gdn_plan import gdn_plan
+from cp_engine.sharding.layout import layout_from_cuts
+from tests.gdn_oracle import forest_of_segments, layer_case, layer_truth, relative_errors
+from tests.kernels.attention_oracle import poisoned_memory
+from tests.ranks import run_ranks
+
+BOUND = 1e-5  # float32; see the log for what is seen
+HEADS = GdnHeads(1, 2, 16, 16)
+# A trunk with branch points after 1, 2 and 3 more tokens, and a second tree.
+SEGMENTS = [(-1, 66), (0, 1), (1, 2), (2, 3), (2, 1), (0, 5), (0, 1), (-1, 3), (7, 2), (7, 1)]
+# Rank 1 starts inside the trunk and holds a parent of rows on rank 0; the last piece goes back to rank 0.
+CUTS, OWNERS = [0, 30, 71, 80, 85], [0, 1, 0, 1]
+NAMES = ("o", "dmixed", "dweight", "dg", "dbeta")
+
+
+def run_rank(exchange: str):
+    """This rank's tokens, output and gradients on the Triton backend."""
+    single_configurations()
+    group, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
+    forest = forest_of_segments(SEGMENTS)
+    layout, case = layout_from_cuts(CUTS, OWNERS, 2), layer_case(forest.tokens, 11, HEADS)
+    tables = gdn_tables(gdn_plan(forest, layout, rank, exchange, 4), rank)
+    tokens = torch.as_tensor(layout.rank_tokens(rank))
+    rows = tokens if len(tokens) else torch.zeros(1, dtype=torch.int64)
+    leaves = [case.mixed[rows], case.weight, case.g[rows], case.beta[rows]]
+    leaves = [x.float().requires_grad_() for x in leaves]
+    with poisoned_memory():
+        o = tree_gated_delta_rule(*leaves, tables, group, HEADS, "triton")
+        o.backward(case.dout[rows].float())
+    return [x.detach().numpy() for x in (tokens, o, *(leaf.grad for leaf in leaves))]
+
+
+def whole(ranks, tokens: int) -> list[torch.Tensor]:
+    """Shares of all ranks put together: rows by token, the weight's gradient summed."""
+    out = None
+    for owned, *parts in ranks:
+        o, dmixed, dweight, dg, dbeta = (torch.as_tensor(x) for x in parts)
+        rows = [o, dmixed, dg, dbeta]
+        if out is None:
+            out = [torch.full((tokens, *x.shape[1:]), torch.nan) for x in rows]
+            weight = torch.zeros_like(dweight)
+        weight += dweight
+        if len(owned):
+            for total, part in zip(out, rows, strict=True):
+                total[torch.as_tensor(owned)] = part
+        else:
+            assert not any(x.any() for x in rows), "padding row"
+    return [out[0], out[1], weight, *out[2:]]
+
+
+@pytest.mark.parametrize("exchange", ["affine", "ulysses"])
+def test_every_rollout_alone(exchange):
+    forest = forest_of_segments(SEGMENTS)
+    ranks = run_ranks(2, run_rank, exchange)
+    truth = layer_truth(forest, layer_case(forest.tokens, 11, HEADS), HEADS)
+    found = dict(zip(NAMES, relative_errors(whole(ranks, forest.tokens), truth), strict=True))
+    assert max(found.values()) <= BOUND, found
+
+
+def conv_case():
+    """A rank whose rows other ranks read, and that reads theirs."""
+    forest = forest_of_segments(SEGMENTS)
+    plan = gdn_plan(forest, layout_from_cuts(CUTS, OWNERS, 2), 1, "affine", 4)
+    fetch, rows = plan.history_fetch, int(plan.fragment_row[-1]) + 1
+    tables = conv_tables(plan.fragment_row, plan.history, rows, fetch.rows_in, sent_rows=fetch.send_rows)
+    assert fetch.rows_in and fetch.rows_out
+    channels, rng = Channels(1, 2, 20, 12), torch.Generator().manual_seed(3)
+    count = sum(channels.splits)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    shapes = ((rows, count), (fetch.rows_in, count), (count, 4), (fetch.rows_out, count))
+    x, fetched, weight, home = (normal(*shape) for shape in shapes)
+    grads = tuple(normal(rows, h, d) for h, d in ((1, 20), (1, 20), (2, 12)))
+    for grad in grads:
+        grad[-1] = 0
+    return tables, channels, x, fetched, weight, home, grads
+
+
+def run_conv(backend: str, dtype, case):
+    tables, channels, *tensors, grads = case
+    x, fetched, weight, home = (t.to(dtype) for t in tensors)
+    with poisoned_memory():
+        out = qkv(x, fetched, weight, tables, channels, backend)
+        part = qkv_backward(x, fetched, weight, tuple(g.to(dtype) for g in grads), tables, channels, backend)
+        dx = rows_backward(part, home, x, weight, tables, backend)
+    return [*out, part.fetched, part.weight, dx]
+
+
+def test_convolution_with_rows_of_other_ranks():
+    case = conv_case()
+    errors = relative_errors(run_conv("triton", torch.float32, case), run_conv("reference", torch.float64, case))
+    assert max(errors) <= BOUND, errors
+
+
+def test_a_lost_reader_shows():
+    case = conv_case()
+    readers = case[0].readers
+    readers.row_ptr[1:] -= 1
+    errors = relative_errors(run_conv("triton", torch.float32, case), run_conv("reference", torch.float64, case))
+    assert errors[-1] > 1e-3, errors
