@@ -49,16 +49,23 @@ class AttentionPlan:
     ulysses: UlyssesPlan | None = None
 
 
-def attention_plan(forest: Forest, layout: Layout, rank: int, exchange: str) -> AttentionPlan:
+def attention_plan(
+    forest: Forest, layout: Layout, rank: int, exchange: str, window: int | None = None
+) -> AttentionPlan:
     """Plan one rank's attention.
 
+    Args:
+        window: a token sees itself and the ``window - 1`` tokens before it on its path; None: its whole path.
+
     Raises:
-        ValueError: for an unknown exchange.
+        ValueError: for an unknown exchange, or a window without tokens.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}")
-    intervals = visible_intervals(forest, layout, rank)
-    needed = [visible_tokens(forest, layout, peer) for peer in range(layout.world)]
+    if window is not None and window < 1:
+        raise ValueError(f"an attention window holds at least 1 token, the query's own; got {window}")
+    intervals = visible_intervals(forest, layout, rank, window)
+    needed = [visible_tokens(forest, layout, peer, window) for peer in range(layout.world)]
     fetch = row_exchange(layout, rank, needed)
     shared = {"exchange": exchange, "fetch": fetch, "pairs": intervals.pairs()}
     if exchange == "gather":
@@ -70,7 +77,9 @@ def attention_plan(forest: Forest, layout: Layout, rank: int, exchange: str) -> 
         split[rank] = layout.rank_tokens(rank)
         return AttentionPlan(**shared, ring=RingPlan(tuple(intervals.on_keys(keys) for keys in split)))
     whole = contiguous_layout(forest, 1)
-    return AttentionPlan(**shared, ulysses=UlyssesPlan(token_order(layout), visible_intervals(forest, whole, 0)))
+    return AttentionPlan(
+        **shared, ulysses=UlyssesPlan(token_order(layout), visible_intervals(forest, whole, 0, window))
+    )
 
 
 def _key_order(layout: Layout, rank: int, keys: np.ndarray, fetch: RowExchange) -> np.ndarray:

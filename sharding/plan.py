@@ -25,6 +25,7 @@ class ShardPlan:
     tokens: int  # rows that are tokens: n, or 0 on a rank with a padding row
     pieces: int
     attention: AttentionPlan
+    window_attention: AttentionPlan | None  # of layers with a sliding window; None for models without such layers
     gdn: GdnPlan | None  # None for models without recurrent layers
     loss: LossPlan
     digest: str  # equal on all ranks that planned the same pack in the same way
@@ -42,6 +43,7 @@ def shard_plan(
     exchange: str = "gather",
     gdn_exchange: str = "affine",
     conv_width: int | None = None,
+    window: int | None = None,
 ) -> ShardPlan:
     """Plan one rank's part of a pack.
 
@@ -50,6 +52,7 @@ def shard_plan(
         exchange: how attention moves keys and values: ``gather``, ``ring`` or ``ulysses``.
         gdn_exchange: how GDN layers cross ranks: ``affine`` or ``ulysses``.
         conv_width: taps of the GDN convolution; None for a model without GDN layers.
+        window: tokens that a row of a sliding-window layer sees, itself included; None for a model without such layers.
     """
     if not 0 <= rank < layout.world:
         raise ValueError(f"rank must lie in [0, {layout.world}), got {rank}")
@@ -64,16 +67,17 @@ def shard_plan(
         tokens=len(tokens),
         pieces=len(layout.pieces(rank)[0]),
         attention=attention_plan(forest, layout, rank, exchange),
+        window_attention=None if window is None else attention_plan(forest, layout, rank, exchange, window),
         gdn=None if conv_width is None else gdn_plan(forest, layout, rank, gdn_exchange, conv_width),
         loss=loss_plan(forest, layout, rank, loss_mask),
-        digest=plan_digest(forest, layout, loss_mask, exchange, gdn_exchange, conv_width),
+        digest=plan_digest(forest, layout, loss_mask, exchange, gdn_exchange, conv_width, window),
     )
 
 
-def plan_digest(forest: Forest, layout: Layout, loss_mask, exchange, gdn_exchange, conv_width) -> str:
+def plan_digest(forest: Forest, layout: Layout, loss_mask, exchange, gdn_exchange, conv_width, window) -> str:
     """Hash of everything that every rank's plan is computed from."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr((layout.world, exchange, gdn_exchange, conv_width)).encode())
+    digest.update(repr((layout.world, exchange, gdn_exchange, conv_width, window)).encode())
     loss_mask = np.asarray(loss_mask, bool)
     # The two long arrays in few bytes: ids are below 2**32, and hashing is a good part of planning.
     arrays = (

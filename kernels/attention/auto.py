@@ -67,7 +67,7 @@ def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
 
 def large_rectangles(intervals: Intervals) -> bool:
     """Whether few large rectangles hold the visible pairs."""
-    return call_list(intervals).mean_pairs >= LARGE_RECTANGLE
+    return intervals.slide is None and call_list(intervals).mean_pairs >= LARGE_RECTANGLE
 
 
 def mean_keys(intervals: Intervals) -> float:

@@ -63,7 +63,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
-    _check(q)
+    _check(q, intervals)
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
@@ -86,7 +86,7 @@ def backward(
     accumulate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
-    _check(q)
+    _check(q, intervals)
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for call in call_list(intervals).calls:
@@ -131,7 +131,9 @@ def _add(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) ->
         total[rows] = total[rows] + part
 
 
-def _check(q: torch.Tensor) -> None:
+def _check(q: torch.Tensor, intervals: Intervals) -> None:
     reason = why_not(q)
+    if reason is None and intervals.slide is not None:
+        reason = "computes no sliding window. Use cudnn or triton"
     if reason is not None:
         raise ValueError(f"attention backend fa4 {reason}")

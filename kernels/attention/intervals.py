@@ -19,7 +19,8 @@ class Intervals:
     """Row ``run_row[u] + i`` of run u sees the spans of u and ``[diag_lo[u], diag_hi[u] + i)``.
 
     Runs ascend and do not overlap; rows outside every run see nothing. ``diag_lo[u] == -1`` means that the run has no
-    diagonal. The intervals of one row do not overlap.
+    diagonal. The intervals of one row do not overlap. With a sliding window the lower end of a run's first interval
+    (its first span, else its diagonal) may move up by one key a row, as ``slide`` says; it is empty in no row.
     """
 
     rows: int  # Nq
@@ -32,6 +33,7 @@ class Intervals:
     diag_hi: np.ndarray  # int64 [U] end of the first row's diagonal
     key_end: int  # one past the last key row that any query row sees: a call needs Nk >= key_end
     device: torch.device  # of the tensors of a call
+    slide: np.ndarray | None = None  # bool [U] whether the lower end moves; None: there is no window
     _prepared: dict = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -42,7 +44,7 @@ class Intervals:
         # A tensor's device always has an index.
         device = torch.empty(0, device=device).device
         made = {name: np.asarray(getattr(arrays, name), np.int64) for name in _ARRAYS}
-        return cls(rows=int(arrays.rows), key_end=key_end, device=device, **made)
+        return cls(rows=int(arrays.rows), key_end=key_end, device=device, slide=arrays.slide, **made)
 
     def prepared(self, backend: str, build: Callable[[Intervals], object]):
         """What a backend derives from these intervals, built at its first call and reused by every later layer."""

@@ -53,12 +53,17 @@ def row_pieces(intervals: Intervals) -> Pieces:
     # A first row whose diagonal is empty starts its piece later.
     skipped = np.maximum(intervals.diag_lo[own] + 1 - intervals.diag_hi[own], 0)
     run, drop = np.concatenate([span_run, own]), np.concatenate([np.zeros_like(span_run), skipped])
+    lo_step = np.zeros_like(run)
+    if intervals.slide is not None:
+        # The first interval of a run: its first span, or its diagonal where it has no span.
+        begins = np.concatenate([np.isin(np.arange(len(span_run)), intervals.span_ptr[:-1]), ~np.isin(own, span_run)])
+        lo_step[begins & intervals.slide[run]] = 1
     pieces = Pieces(
         first=intervals.run_row[run] + drop,
         length=intervals.run_length[run] - drop,
         lo=np.concatenate([intervals.span_lo, intervals.diag_lo[own]]),
         hi=np.concatenate([intervals.span_hi, intervals.diag_hi[own] + skipped]),
-        lo_step=np.zeros_like(run),
+        lo_step=lo_step,
         hi_step=np.repeat([0, 1], [len(span_run), len(own)]),
     )
     return pieces.take((pieces.length > 0) & (pieces.hi > pieces.lo))

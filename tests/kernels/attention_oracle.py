@@ -47,11 +47,15 @@ def random_tensors(
     return Tensors(q, k, v, dout).to(dtype)
 
 
-def visible(forest: Forest) -> torch.Tensor:
-    """bool [T, T]: query q sees key k iff k <= q < subtree_end(k)."""
+def visible(forest: Forest, window: int | None = None) -> torch.Tensor:
+    """bool [T, T]: query q sees key k iff k <= q < subtree_end(k), and position(k) > position(q) - window."""
     token = torch.arange(forest.tokens)
     end = torch.as_tensor(forest.subtree_end[forest.segment_of])
-    return (token[None] <= token[:, None]) & (token[:, None] < end[None])
+    mask = (token[None] <= token[:, None]) & (token[:, None] < end[None])
+    if window is not None:
+        position = torch.as_tensor(forest.position)
+        mask &= position[None] > position[:, None] - window
+    return mask
 
 
 def dense_attention(mask: torch.Tensor, x: Tensors) -> dict[str, torch.Tensor]:

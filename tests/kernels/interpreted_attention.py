@@ -27,8 +27,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 BOUND = 2e-6  # float32; errors of 1e-7 to 5e-7 are seen
 
 
-def whole(forest) -> Intervals:
-    return Intervals.from_arrays(visible_intervals(forest, contiguous_layout(forest, 1), 0))
+def whole(forest, window: int | None = None) -> Intervals:
+    return Intervals.from_arrays(visible_intervals(forest, contiguous_layout(forest, 1), 0, window))
 
 
 def run(x: Tensors, keys: Tensors, intervals: Intervals, accumulate: bool = False) -> dict[str, torch.Tensor]:
@@ -80,13 +80,24 @@ def test_many_tiny_segments():
             assert relative_error(got[name], truth[name]) < BOUND, (seed, name)
 
 
+@pytest.mark.parametrize("window", [2, 6, 45])
+def test_sliding_windows(window):
+    """Bands narrower and wider than a tile, of one path and across branch points."""
+    for forest in (deep_forest(), random_variety(4).forest):
+        x = random_tensors(forest.tokens, (4, 2), 16, window, torch.float32)
+        got, truth = run(x, x, whole(forest, window)), dense_attention(visible(forest, window), x)
+        for name in NAMES:
+            assert relative_error(got[name], truth[name]) < BOUND, name
+
+
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_keys_of_an_exchange(exchange):
+def test_keys_of_an_exchange(exchange, window):
     """Query rows of one rank against the gathered keys, and against each peer's: the same as the reference."""
     forest = random_variety(7).forest
     layout = random_layout(forest, 7, 3)
     for rank in range(3):
-        plan = attention_plan(forest, layout, rank, exchange)
+        plan = attention_plan(forest, layout, rank, exchange, window)
         for part in [plan.gather.intervals] if plan.gather else plan.ring.intervals:
             intervals = Intervals.from_arrays(part)
             x = random_tensors(part.rows, (4, 2), 16, rank, torch.float32)

@@ -166,6 +166,11 @@ def test_a_refusal_names_the_remedy(monkeypatch):
     x = random_tensors(forest.tokens, (2, 1), 8, 0)
     with pytest.raises(ValueError, match="attention backend fa4 computes bfloat16 and float16; got torch.float64"):
         attention(x.q, x.k, x.v, whole(forest), scale=1.0, backend="fa4")
+    monkeypatch.setattr(fa4, "why_not", lambda q: None)
+    windowed = visible_intervals(forest, contiguous_layout(forest, 1), 0, 3)
+    with pytest.raises(ValueError, match="attention backend fa4 computes no sliding window. Use cudnn or triton"):
+        attention(x.q, x.k, x.v, Intervals.from_arrays(windowed), scale=1.0, backend="fa4")
+    monkeypatch.undo()
     half = x.to(torch.bfloat16)
     with pytest.raises(ValueError, match="attention backend fa4 needs a GPU; q is on cpu"):
         attention(half.q, half.k, half.v, whole(forest), scale=1.0, backend="fa4")

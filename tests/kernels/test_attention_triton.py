@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_engine.kernels.attention import Intervals, attention, attention_backward, auto, cudnn
+from cp_engine.kernels.attention import Intervals, attention, attention_backward, auto
 from cp_engine.sharding.forest import build_forest
 from cp_engine.sharding.intervals import visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
@@ -54,17 +54,6 @@ def test_auto_is_the_reference_on_a_cpu():
     for mine, its in zip(picked, attention(x.q, x.k, x.v, intervals, scale=x.scale), strict=True):
         assert torch.equal(mine, its)
     assert auto.mean_keys(intervals) * arrays.rows == pytest.approx(arrays.pairs())
-
-
-def test_ends_of_cudnn_are_the_intervals_of_each_row():
-    for seed in range(6):
-        forest = random_variety(seed).forest
-        arrays = visible_intervals(forest, contiguous_layout(forest, 1), 0)
-        ends = cudnn.interval_ends(Intervals.from_arrays(arrays)).numpy()
-        assert (ends[0] == 0).all() and (np.diff(ends[1:], axis=0) >= 0).all()
-        for row in range(arrays.rows):
-            pairs = ends[1:, row].reshape(-1, 2).tolist()
-            assert [(lo, hi) for lo, hi in pairs if lo < hi] == sorted(arrays.of_row(row)), (seed, row)
 
 
 def deep_forest(seed: int):
