@@ -1,7 +1,9 @@
 """Times of tree attention: our backends and what they compete with, on trees of papers and on real ones.
 
     python -m benchmarks.attention --workloads dualkv_16k28 tau_calls --record
+    torchrun --nproc-per-node 2 -m benchmarks.attention --workloads art_5k16x100 --record
 
+On one GPU all methods are compared; on several ours, by layout and exchange (`benchmarks.attention_ranks`).
 Results are compared with the reference kernel in float32 on the same inputs. A method whose outputs differ gets no
 speed-up. Times are medians by CUDA events. TFLOP/s counts visible pairs only: forward 4 * pairs * Hq * D, backward 2.5
 times that.
@@ -10,18 +12,20 @@ times that.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
+import os
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks import clock
+from benchmarks import attention_ranks, clock
+from benchmarks.attention_layouts import LAYOUTS
 from benchmarks.attention_problem import Problem, make_problem, right
-from benchmarks.attention_rivals import FLAT, METHODS, RIVALS
+from benchmarks.attention_rivals import FLAT, METHODS, OURS, RIVALS
 from benchmarks.attention_workloads import DATA, WORKLOADS
 from benchmarks.record import RESULTS, append, stamp
+from cp_engine.sharding.attention_plan import EXCHANGES
 
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend", "flash-attn-4")
 COLUMNS = ("fwd_ms", "bwd_ms", "tflops_fwd", "tflops_bwd", "vs_flat", "vs_best", "max_err", "peak_gib", "seconds")
@@ -100,9 +104,7 @@ def run_workload(name: str, methods: list[str], data: Path, device: torch.device
         else:
             shown = "  ".join(f"{key} {records[-1][key]}" for key in ("seconds", "fwd_ms", "bwd_ms", "max_err"))
             print(f"  {method:<10}  {shown}", flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        clock.release(device)
     compare(records)
     print_table(records, ("method", *COLUMNS))
     return records
@@ -124,6 +126,9 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="on one GPU")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="on several GPUs")
+    parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="on several GPUs")
+    parser.add_argument("--backend", choices=OURS, default="auto", help="on several GPUs")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real sets (holds tokens/)")
     parser.add_argument("--record", action="store_true", help="append to the file of results, workload by workload")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where --record appends")
@@ -134,15 +139,25 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = arguments_of()
     began = time.perf_counter()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+    device = attention_ranks.start() if ranks > 1 else torch.device("cuda", 0)
+    first = int(os.environ.get("RANK", "0")) == 0
     stamped = None
-    if arguments.record:
+    if arguments.record and first:
         card = torch.cuda.get_device_name()
         stamped = stamp(*installed(PACKAGES), card=card, commit=arguments.commit)
     for name in arguments.workloads:
-        records = run_workload(name, arguments.methods, arguments.data, torch.device("cuda", 0))
+        if ranks > 1:
+            records = attention_ranks.run_workload(name, arguments, device)
+        else:
+            records = run_workload(name, arguments.methods, arguments.data, device)
         if stamped is not None:
             append(records, stamped, arguments.results)
-    print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
+        clock.release(device)
+    if first:
+        print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -80,9 +80,13 @@ class Problem:
         Args:
             results: by name, [T, heads, D] of all heads.
         """
+        return self.error_of_checked({name: results[name][:, heads] for name, heads in self.checked_heads.items()})
+
+    def error_of_checked(self, results: dict[str, torch.Tensor]) -> float | None:
+        """As `error`, of results that hold the checked heads alone."""
         worst = []
         for name, true in self.truth.items():
-            wrong = (results[name][:, self.checked_heads[name]].to(true.dtype) - true).square().sum((1, 2))
+            wrong = (results[name].to(true.dtype) - true).square().sum((1, 2))
             right = true.square().sum((1, 2))
             worst.append(wrong.sum() / right.sum())
             if name in BY_SEGMENT:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,18 +14,21 @@ REPEATS, WARM_UPS = 7, 1
 FEWEST, ENOUGH_MS = 3, 1000  # a call so slow that this much time is timed already is repeated less often
 
 
-def elapsed_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Time of one call on the device's current stream."""
+def laps_ms(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Times of calls that follow each other on the device's current stream."""
     if device.type != "cuda":
-        began = time.perf_counter()
+        marks = [time.perf_counter()]
+        for call in calls:
+            call()
+            marks.append(time.perf_counter())
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    events[0].record()
+    for call, event in zip(calls, events[1:], strict=True):
         call()
-        return (time.perf_counter() - began) * 1e3
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+        event.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
 def median_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -32,7 +37,7 @@ def median_ms(call: Callable[[], object], device: torch.device) -> float:
         call()
     times: list[float] = []
     while len(times) < REPEATS and (len(times) < FEWEST or sum(times) < ENOUGH_MS):
-        times.append(elapsed_ms(call, device))
+        times += laps_ms([call], device)
     return statistics.median(times)
 
 
@@ -50,3 +55,10 @@ def reset_peak(device: torch.device) -> None:
 def peak_gib(device: torch.device) -> float:
     """Most memory allocated since `reset_peak`; 0 on a CPU."""
     return round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else 0.0
+
+
+def release(device: torch.device) -> None:
+    """Give memory of dropped tensors back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -37,9 +38,14 @@ def stamp(*packages: str, card: str | None = None, commit: str | None = None) ->
         "commit": commit or _commit(),
         "versions": versions,
         "card": card or cpu_name(),
-        "command": " ".join(["python", "-m", *_module(), *sys.argv[1:]]),
+        "command": " ".join([*_launcher(), "-m", *_module(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _launcher() -> list[str]:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun sets it
+    return ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
 
 
 def _module() -> list[str]:

@@ -1,0 +1,71 @@
+"""Layouts that attention is measured under on several GPUs, and what the cost model predicts for them.
+
+Shapes: T tokens, P ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.attention_workloads import Workload
+from cp_engine.machines import MACHINES
+from cp_engine.prediction import Placement, Predictor
+from cp_engine.sharding.cost import ModelShape
+from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
+from cp_engine.sharding.measure import Survey, measure
+from cp_engine.sharding.search import balanced_layout
+
+LAYOUTS = ("planner", "spread", "contiguous")
+SPREAD_TOKENS = 1024  # a segment from this size on is a trunk that `spread` cuts over all ranks
+
+
+def attention_alone(workload: Workload) -> ModelShape:
+    """A layer of a workload's heads without projections, MLP and norms: its time is that of its attention."""
+    return ModelShape(
+        hidden=0,
+        mlp_width=0,
+        attention_layers=1,
+        query_heads=workload.query_heads,
+        kv_heads=workload.kv_heads,
+        head_dim=workload.size,
+    )
+
+
+def place(layout: str, forest: Forest, world: int, workload: Workload) -> Placement:
+    """A forest, its trees perhaps in another order, and who owns it.
+
+    Raises:
+        ValueError: for an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
+    if layout == "planner":
+        placed = balanced_layout(forest, world, model=attention_alone(workload))
+        return Placement(placed.forest, Survey(placed.forest), placed.layout, placed.method, placed.figures)
+    chosen = spread_layout(forest, world) if layout == "spread" else contiguous_layout(forest, world)
+    survey = Survey(forest)
+    return Placement(forest, survey, chosen, layout, measure(survey, chosen, recurrent=False))
+
+
+def spread_layout(forest: Forest, world: int, trunk: int = SPREAD_TOKENS) -> Layout:
+    """Every trunk cut over all ranks, and so are the short segments between them.
+
+    A trunk is a segment of at least ``trunk`` tokens. Of it, and of each run of shorter segments of one tree, rank r
+    owns part r from the front and part r from the back of 2P equal parts: equal tokens and about equal pairs.
+    """
+    is_trunk = forest.segment_length >= trunk
+    opens = np.ones(forest.segments, bool)
+    opens[1:] = is_trunk[1:] | is_trunk[:-1] | (forest.parent[1:] < 0)
+    bounds = np.append(forest.segment_start[np.flatnonzero(opens)], forest.tokens)
+    parts = 2 * world
+    inner = bounds[:-1, None] + np.diff(bounds)[:, None] * np.arange(1, parts + 1) // parts
+    to_and_fro = np.concatenate([np.arange(world), np.arange(world)[::-1]])
+    cuts = np.concatenate([np.zeros(1, np.int64), inner.reshape(-1)])
+    return layout_from_cuts(cuts, np.tile(to_and_fro, len(inner)), world)
+
+
+def predicted_ms(placement: Placement, workload: Workload) -> dict[str, float]:
+    """Predicted forward and backward of one attention layer of the slowest rank, by exchange, on an H200 host."""
+    times = Predictor(placement, attention_alone(workload)).times(MACHINES["h200"])
+    return {name: round(time.step / 1e6, 3) for name, time in times.items()}

@@ -1,0 +1,108 @@
+"""The benchmark of several GPUs on gloo ranks: layouts, what is measured, and that wrong outputs get no efficiency."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import attention, attention_ranks, attention_workloads, clock
+from benchmarks.attention_layouts import LAYOUTS, place, predicted_ms, spread_layout
+from benchmarks.attention_workloads import WORKLOADS, Workload, workload_forest
+from benchmarks.report import page
+from cp_engine.sharding.exchange import gather
+from cp_engine.sharding.layout import imbalance, rank_pairs
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+TOY = Workload("toy", 8, 4, 16)
+TINY = {"toy": (2, 90, [30, 50, 9])}
+EXCHANGES = ("gather", "ring", "ulysses")
+
+
+def rank_records(layouts: list[str], dropped: bool = False) -> list[dict]:
+    """Every rank's records of the toy workload; ``dropped``: gradients of fetched rows never come home."""
+
+    def drop(grad, tables, out, group):
+        return_rows(grad, tables, torch.zeros_like(out), group)
+        return out
+
+    return_rows = gather.return_rows
+    arguments = attention.arguments_of(["--layouts", *layouts])
+    workload_forest.cache_clear()
+    with (
+        mock.patch.dict(attention_workloads.PROMPTS, TINY),
+        mock.patch.dict(WORKLOADS, toy=TOY),
+        mock.patch.multiple(attention_ranks, REPEATS=2, WARM_UPS=1),
+        mock.patch.object(gather, "return_rows", drop if dropped else return_rows),
+    ):
+        records = attention_ranks.run_workload("toy", arguments, CPU, torch.float32)
+    workload_forest.cache_clear()
+    dist.barrier()
+    return records
+
+
+def test_every_layout_and_exchange_is_measured_and_right():
+    by_rank = run_ranks(2, rank_records, list(LAYOUTS))
+    assert by_rank[0] == [{**other, "seconds": mine["seconds"]} for mine, other in zip(*by_rank, strict=True)]
+    records = by_rank[0]
+    assert {(r["layout"], r["exchange"]) for r in records} == {(a, b) for a in LAYOUTS for b in EXCHANGES}
+    for r in records:
+        assert (r["gpus"], r["tokens"], r["method"]) == (2, 716, "auto")
+        assert r["max_err"] < 1e-5 and 0 < r["efficiency"], r
+        assert r["layer_ms"] == pytest.approx(r["fwd_ms"] + r["bwd_ms"], abs=2e-3)
+        assert r["predicted_ms"] > 0 and r["exposed_ms"] < r["layer_ms"]
+    moved = {(r["layout"], r["exchange"]): r["moved_mib"] for r in records}
+    assert moved["planner", "gather"] == 0, "whole trees on each rank"
+    assert moved["contiguous", "gather"] == 0 < moved["spread", "gather"] < moved["spread", "ring"]
+    text = page([r | {"commit": "c", "versions": {}, "card": "a card", "command": "x", "date": "d"} for r in records])
+    assert "toy" in text and "ulysses" in text
+
+
+def test_wrong_outputs_get_no_efficiency():
+    with_fault = run_ranks(2, rank_records, ["spread"], True)[0]
+    without = run_ranks(2, rank_records, ["spread"], False)[0]
+    for wrong, fine in zip(with_fault, without, strict=True):
+        planted = wrong["exchange"] == "gather"
+        assert (wrong["efficiency"] is None) == planted and (wrong["max_err"] > 1e-2) == planted
+        assert fine["efficiency"] > 0 and fine["moved_mib"] > 0
+
+
+def test_trunks_are_spread_over_all_ranks():
+    for name, trunk in (("art_5k16x100", 1024), ("dualkv_16k28", 1024), ("tau_toy", 100)):
+        tiny = {"tau_toy": (3, 200, [150, 20, 300, 40, 10])}
+        with mock.patch.dict(attention_workloads.PROMPTS, tiny):
+            forest = workload_forest(WORKLOADS[name].tree if name in WORKLOADS else name, 1)
+        for world in (2, 3, 4):
+            layout = spread_layout(forest, world, trunk)
+            owned = np.concatenate([layout.rank_tokens(rank) for rank in range(world)])
+            assert np.array_equal(np.sort(owned), np.arange(forest.tokens))
+            for segment in np.flatnonzero(forest.segment_length >= trunk):
+                part = layout.owner[forest.segment_start[segment] : forest.segment_start[segment + 1]]
+                counts = np.bincount(part, minlength=world)
+                assert counts.max() - counts.min() <= 2, (name, segment)
+            assert imbalance(layout.rank_token_count) < 1.02
+            assert imbalance(rank_pairs(forest, layout)) < 1.02 or name == "tau_toy"
+    workload_forest.cache_clear()
+
+
+def test_every_layout_covers_the_forest_and_has_predictions():
+    workload = WORKLOADS["art_5k16x100"]
+    forest = workload_forest(workload.tree, 2)
+    times = {}
+    for name in LAYOUTS:
+        placement = place(name, forest, 2, workload)
+        owned = np.concatenate([placement.layout.rank_tokens(rank) for rank in range(2)])
+        assert np.array_equal(np.sort(owned), np.arange(81_920))
+        times[name] = predicted_ms(placement, workload)
+        assert set(times[name]) == set(EXCHANGES)
+    assert times["planner"]["gather"] <= times["contiguous"]["gather"]
+    with pytest.raises(ValueError, match="layout must be one of planner, spread, contiguous; got 'zigzag'"):
+        place("zigzag", forest, 2, workload)
+
+
+def test_laps_follow_each_other():
+    ran = []
+    laps = clock.laps_ms([lambda: ran.append(1), lambda: ran.append(2)], CPU)
+    assert ran == [1, 2] and len(laps) == 2 and min(laps) >= 0
