@@ -9,7 +9,7 @@ import numpy as np
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.intervals import RowIntervals, visible_intervals, visible_tokens
 from cp_engine.sharding.layout import Layout, contiguous_layout
-from cp_engine.sharding.row_exchange import RowExchange, TokenOrder, row_exchange, token_order
+from cp_engine.sharding.row_exchange import RowExchange, TokenOrder, row_exchange, rows_between, token_order
 
 EXCHANGES = ("gather", "ring", "ulysses")
 
@@ -43,6 +43,8 @@ class AttentionPlan:
 
     exchange: str
     fetch: RowExchange  # visible remote rows (gather, ring); for ulysses what gather would have moved
+    between: np.ndarray  # int64 [P, P] rows of ``fetch`` that rank i (first axis) reads from rank j
+    rank_rows: np.ndarray  # int64 [P] rows of each rank, padding rows included
     pairs: int  # visible (query, key) pairs of this rank's rows
     gather: GatherPlan | None = None
     ring: RingPlan | None = None
@@ -67,7 +69,13 @@ def attention_plan(
     intervals = visible_intervals(forest, layout, rank, window)
     needed = [visible_tokens(forest, layout, peer, window) for peer in range(layout.world)]
     fetch = row_exchange(layout, rank, needed)
-    shared = {"exchange": exchange, "fetch": fetch, "pairs": intervals.pairs()}
+    shared = {
+        "exchange": exchange,
+        "fetch": fetch,
+        "between": rows_between(layout, needed),
+        "rank_rows": layout.rank_rows,
+        "pairs": intervals.pairs(),
+    }
     if exchange == "gather":
         keys = needed[rank]
         gather = GatherPlan(_key_order(layout, rank, keys, fetch), intervals.on_keys(keys))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -50,6 +51,76 @@ def row_exchange(layout: Layout, rank: int, needed: list[np.ndarray]) -> RowExch
         recv_tokens=np.concatenate(recv),
         recv_counts=np.array([len(r) for r in recv], np.int64),
     )
+
+
+def rows_between(layout: Layout, needed: list[np.ndarray]) -> np.ndarray:
+    """int64 [P, P]: how many rows each rank (first axis) reads from each other rank; zero on the diagonal.
+
+    Args:
+        needed: as in `row_exchange`.
+    """
+    counts = np.stack([np.bincount(layout.owner[tokens], minlength=layout.world) for tokens in needed])
+    np.fill_diagonal(counts, 0)
+    return counts.astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """How many rows go from which rank to which in one step of an exchange: known to every rank, seen from one.
+
+    A rank packs the rows that it sends block by block, one block a receiving rank in rank order, and receives them
+    block by block in the order of the sending ranks.
+    """
+
+    rank: int
+    counts: np.ndarray  # int64 [P, P] rows that rank i (first axis) receives from rank j
+
+    @property
+    def world(self) -> int:
+        return len(self.counts)
+
+    @cached_property
+    def send_counts(self) -> list[int]:
+        return self.counts[:, self.rank].tolist()
+
+    @cached_property
+    def recv_counts(self) -> list[int]:
+        return self.counts[self.rank].tolist()
+
+    @cached_property
+    def rows_out(self) -> int:
+        return sum(self.send_counts)
+
+    @cached_property
+    def rows_in(self) -> int:
+        return sum(self.recv_counts)
+
+    @cached_property
+    def most_out(self) -> int:
+        """Most rows that any rank packs."""
+        return int(self.counts.sum(0).max())
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int, int, int]]:
+        """What this rank receives, nearest sender after it first: (sender, first row in what the sender packed, first
+        row in what this rank receives, rows). Starting each rank at another sender spreads the load on the links."""
+        there = (np.cumsum(self.counts, 0) - self.counts)[self.rank].tolist()
+        here = (np.cumsum(self.counts[self.rank]) - self.counts[self.rank]).tolist()
+        order = [(self.rank + step) % self.world for step in range(1, self.world + 1)]
+        return [(peer, there[peer], here[peer], self.recv_counts[peer]) for peer in order if self.recv_counts[peer]]
+
+    @cached_property
+    def back(self) -> Moves:
+        """Every row goes back to where it came from."""
+        return Moves(self.rank, self.counts.T)
+
+    def at_distance(self, step: int) -> Moves:
+        """Only what each rank r reads from rank r - step (mod P)."""
+        kept = np.zeros_like(self.counts)
+        reader = np.arange(self.world)
+        source = (reader - step) % self.world
+        kept[reader, source] = self.counts[reader, source]
+        return Moves(self.rank, kept)
 
 
 @dataclass(frozen=True, eq=False)

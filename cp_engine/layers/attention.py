@@ -8,15 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from cp_engine.kernels.attention import Intervals, attention, attention_backward
-from cp_engine.sharding.attention_plan import AttentionPlan
+from cp_engine.sharding.attention_plan import AttentionPlan, GatherPlan
 from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, gather_forward
 from cp_engine.sharding.exchange.ring import RingTables, ring_backward, ring_forward
-from cp_engine.sharding.exchange.rows import row_tables
+from cp_engine.sharding.exchange.rows import accumulation_dtype
+from cp_engine.sharding.exchange.transport import transport_for
 from cp_engine.sharding.exchange.ulysses import UlyssesTables, ulysses_backward, ulysses_forward
+from cp_engine.sharding.row_exchange import Moves
 
 
 @dataclass(frozen=True)
@@ -25,24 +28,91 @@ class AttentionTables:
 
     world: int
     exchange: GatherTables | RingTables | UlyssesTables
+    transport: str  # see `cp_engine.sharding.exchange.transport.transport_for`
 
 
-def attention_tables(plan: AttentionPlan, rank: int, device: torch.device | str = "cpu") -> AttentionTables:
-    """Put one rank's plan on a device."""
+def attention_tables(
+    plan: AttentionPlan,
+    rank: int,
+    device: torch.device | str = "cpu",
+    *,
+    transport: str = "auto",
+    head_groups: int | None = None,
+) -> AttentionTables:
+    """Put one rank's plan on a device.
+
+    Args:
+        transport: what carries the rows: `peer` (reads over symmetric memory), `collective` (NCCL or gloo), or `auto`.
+        head_groups: in how many groups `gather` works off the kv heads; by default from the bytes that move.
+    """
     on_device = partial(Intervals.from_arrays, device=device)
     world = len(plan.fetch.send_counts)
+    moves = Moves(rank, plan.between)
+    send_rows = torch.as_tensor(plan.fetch.send_rows, device=device)
     if plan.gather is not None:
-        order = torch.as_tensor(plan.gather.key_order, device=device)
-        fetch = row_tables(plan.fetch, device)
-        return AttentionTables(world, GatherTables(fetch, order, on_device(plan.gather.intervals)))
-    if plan.ring is not None:
-        intervals = tuple(on_device(part) for part in plan.ring.intervals)
-        return AttentionTables(world, RingTables(rank, row_tables(plan.fetch, device), intervals))
-    assert plan.ulysses is not None
-    order = plan.ulysses.order
-    tokens = torch.as_tensor(order.dfs_order, device=device)
-    intervals = on_device(plan.ulysses.intervals)
-    return AttentionTables(world, UlyssesTables(rank, order.rank_rows.tolist(), tokens, intervals))
+        exchange = _gather_tables(plan, plan.gather, moves, send_rows, on_device, head_groups)
+    elif plan.ring is not None:
+        exchange = RingTables(moves, send_rows, tuple(on_device(part) for part in plan.ring.intervals))
+    else:
+        assert plan.ulysses is not None
+        order = plan.ulysses.order
+        rows = int(order.rank_rows.sum())
+        tokens, padding = np.zeros(rows, np.int64), np.ones(rows, bool)
+        tokens[order.dfs_order], padding[order.dfs_order] = np.arange(len(order.dfs_order)), False
+        tables = (order.dfs_order, tokens, np.flatnonzero(padding))
+        exchange = UlyssesTables(
+            Moves(rank, np.tile(order.rank_rows, (world, 1))),
+            *(torch.as_tensor(table, device=device) for table in tables),
+            on_device(plan.ulysses.intervals),
+        )
+    return AttentionTables(world, exchange, transport)
+
+
+def _gather_tables(plan: AttentionPlan, gather: GatherPlan, moves: Moves, send_rows, on_device, head_groups):
+    rows, order = gather.intervals.rows, gather.key_order
+    remote = order >= rows
+    local_keys, remote_keys = np.flatnonzero(~remote), np.empty(moves.rows_in, np.int64)
+    assert (order[local_keys] == np.arange(len(local_keys))).all(), "every local token is seen, by itself"
+    remote_keys[order[remote] - rows] = np.flatnonzero(remote)
+    # Received rows follow the local tokens; a padding row is no key.
+    order = np.where(remote, order - rows + len(local_keys), order)
+    tables = (torch.as_tensor(table, device=send_rows.device) for table in (order, local_keys, remote_keys))
+    return GatherTables(moves, plan.rank_rows.tolist(), send_rows, *tables, on_device(gather.intervals), head_groups)
+
+
+@dataclass(frozen=True)
+class MovedBytes:
+    """What one rank sends to and receives from other ranks in one attention call."""
+
+    forward_out: int
+    forward_in: int
+    backward_out: int
+    backward_in: int
+
+
+def moved_bytes(
+    plan: AttentionPlan, rank: int, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> MovedBytes:
+    """Bytes that an exchange moves for a rank in one call's forward and backward, from its plan alone."""
+    value, gradient = dtype.itemsize, accumulation_dtype(dtype).itemsize
+    if plan.ulysses is None:
+        # Keys and values come in both passes, their gradients go home in backward.
+        row, rows_in, rows_out = 2 * kv_heads * head_dim, plan.fetch.rows_in, plan.fetch.rows_out
+        forward_out, forward_in = rows_out * row * value, rows_in * row * value
+        return MovedBytes(
+            forward_out, forward_in, forward_out + rows_in * row * gradient, forward_in + rows_out * row * gradient
+        )
+    rows = plan.ulysses.order.rank_rows
+    world, mine, others = len(rows), int(rows[rank]), int(rows.sum() - rows[rank])
+    query, kv = query_heads // world, 2 * (max(kv_heads, world) // world)
+    away, here = mine * (world - 1) * head_dim, others * head_dim  # elements of one head of a shard
+    returned = query * value + kv * (gradient if world > kv_heads else value)
+    return MovedBytes(
+        away * (query + kv) * value + here * query * value,
+        here * (query + kv) * value + away * query * value,
+        away * query * value + here * returned,
+        here * query * value + away * returned,
+    )
 
 
 def tree_attention(
@@ -70,26 +140,28 @@ def tree_attention(
         [n, Hq, D] in q's dtype.
 
     Raises:
-        ValueError: for a group of another size than the plan's, or what the kernel or the exchange refuses.
+        ValueError: for a group of another size than the plan's, or what the kernel, the exchange or the
+            transport refuses.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks != tables.world:
         raise ValueError(f"the attention plan is for {tables.world} ranks; the process group has {ranks}")
-    return _TreeAttention.apply(q, k, v, tables.exchange, group, scale, backend)
+    transport = None if group is None else transport_for(group, q.device, tables.transport)
+    return _TreeAttention.apply(q, k, v, tables.exchange, transport, scale, backend)
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, tables, group, scale, backend):
+    def forward(ctx, q, k, v, tables, transport, scale, backend):
         kernel = partial(attention, scale=scale, backend=backend)
         if isinstance(tables, GatherTables):
-            out, saved = gather_forward(kernel, q, k, v, tables, group)
+            out, saved = gather_forward(kernel, q, k, v, tables, transport)
         elif isinstance(tables, RingTables):
-            out, saved = ring_forward(kernel, q, k, v, tables, group)
+            out, saved = ring_forward(kernel, q, k, v, tables, transport)
         else:
-            out, saved = ulysses_forward(kernel, q, k, v, tables, group)
+            out, saved = ulysses_forward(kernel, q, k, v, tables, transport)
         ctx.save_for_backward(*saved)
-        ctx.tables, ctx.group, ctx.kv_heads = tables, group, k.shape[1]
+        ctx.tables, ctx.transport, ctx.kv_heads = tables, transport, k.shape[1]
         ctx.kernel_backward = partial(attention_backward, scale=scale, backend=backend, accumulate=True)
         return out
 
@@ -97,9 +169,9 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx, dout):
         arguments = ctx.kernel_backward, ctx.saved_tensors, dout
         if isinstance(ctx.tables, GatherTables):
-            grads = gather_backward(*arguments, ctx.tables, ctx.group)
+            grads = gather_backward(*arguments, ctx.tables, ctx.transport)
         elif isinstance(ctx.tables, RingTables):
-            grads = ring_backward(*arguments, ctx.tables, ctx.group)
+            grads = ring_backward(*arguments, ctx.tables, ctx.transport)
         else:
-            grads = ulysses_backward(*arguments, ctx.kv_heads, ctx.tables, ctx.group)
+            grads = ulysses_backward(*arguments, ctx.kv_heads, ctx.tables, ctx.transport)
         return *(grad.to(dout.dtype) for grad in grads), None, None, None, None

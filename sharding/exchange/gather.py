@@ -1,10 +1,18 @@
 """Attention by gathering: every visible remote key row is fetched, then one kernel call sees all keys.
 
+Heads are worked off in groups, so that the rows of group g + 1 are on their way while group g is computed. All groups
+are packed at once, before the first kernel: after that, fetching needs nothing from the card but its copy engines (see
+`cp_engine.sharding.exchange.peer`). At most two groups of gathered keys exist at a time; backward fetches them again,
+because keeping them would need the memory of all groups in all layers. Its remote dk, dv go home a group at a time.
+
+A rank that sees no remote row computes all heads in one call, whatever its peers do.
+
 The kernel comes in as two callables (this package imports no kernels):
 ``kernel(q, k, v, intervals, accumulate=...) -> out, lse`` and
 ``kernel_backward(q, k, v, out, lse, dout, intervals) -> dq, dk, dv`` in the accumulation dtype.
 
-Shapes: n local rows, K_in rows received, K gathered key rows, Hq query heads, Hk kv heads, D head size.
+Shapes: P ranks, n local rows, K_in rows received, K gathered key rows, Hq query heads, Hk kv heads, hq and hk those of
+a group, D head size.
 """
 
 from __future__ import annotations
@@ -14,49 +22,204 @@ from typing import Any
 
 import torch
 
-from cp_engine.sharding.exchange.rows import RowTables, all_to_all_rows, return_rows
+from cp_engine.sharding.exchange.rows import accumulation_dtype, take_rows
+from cp_engine.sharding.exchange.transport import Arrival, Part, Shipment, Transport
+from cp_engine.sharding.row_exchange import Moves
+
+MOST_GROUPS = 4
+# Measured on an H200 (docs/log.md, 2026-11-29): a peer's memory is read at 353 GB/s, own memory copied at 4,280 GB/s.
+READ_BYTES_PER_NS, COPY_BYTES_PER_NS = 353, 2140
+GROUP_NS = 40_000  # launches of one more group, predicted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatherTables:
     """A `GatherPlan` on a device."""
 
-    fetch: RowTables
+    moves: Moves  # of key rows
+    rank_rows: list[int]  # [P] rows of each rank, padding rows included
+    send_rows: torch.Tensor  # int64 [sum(moves.send_counts)] local rows, receivers in rank order
     key_order: torch.Tensor  # int64 [K] index of each key row in concat(local rows, received rows)
+    local_keys: torch.Tensor  # int64 [n] key row of each local token; empty for a padding row
+    remote_keys: torch.Tensor  # int64 [K_in] key row of each received row
     intervals: Any  # the kernel's, over the K gathered key rows
+    groups: int | None = None  # head groups; None: `head_groups` decides
 
 
-def gather_forward(kernel, q, k, v, tables: GatherTables, group) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Forward on every rank of ``group`` (None: a single rank).
+def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int, itemsize: int) -> int:
+    """In how many groups the kv heads are worked off: the same on every rank, since it comes from what all know.
+
+    One group more hides a part of the fetching, but each kernel then copies its heads out of q and into out.
+    """
+    if tables.groups is not None:
+        if not 1 <= tables.groups <= kv_heads:
+            raise ValueError(
+                f"exchange gather can use 1 to {kv_heads} groups of {kv_heads} kv heads; got {tables.groups}"
+            )
+        return tables.groups
+    moved = max(tables.moves.most_out, tables.moves.back.most_out) * 2 * kv_heads * size * itemsize
+    fetch_ns = moved // READ_BYTES_PER_NS
+    copy_ns = max(tables.rank_rows) * 2 * query_heads * size * itemsize // COPY_BYTES_PER_NS
+    times = {
+        groups: fetch_ns // groups + (copy_ns if groups > 1 else 0) + groups * GROUP_NS
+        for groups in range(1, MOST_GROUPS + 1)
+        if kv_heads % groups == 0
+    }
+    return min(times, key=times.get)
+
+
+@dataclass(frozen=True)
+class _Group:
+    kv: slice
+    query: slice
+
+
+def _groups(tables: GatherTables, q: torch.Tensor, k: torch.Tensor) -> list[_Group]:
+    kv_heads, share = k.shape[1], q.shape[1] // k.shape[1]
+    number = head_groups(tables, q.shape[1], kv_heads, k.shape[2], k.element_size())
+    bounds = [kv_heads * g // number for g in range(number + 1)]
+    return [
+        _Group(slice(lo, hi), slice(lo * share, hi * share)) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+class _Fetch:
+    """The fetching of keys and values of all groups, one group ahead of its use."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, tables: GatherTables, groups: list[_Group], transport):
+        self._k, self._v, self._tables, self._groups = k, v, tables, groups
+        self._rows = len(tables.local_keys)
+        self._pending: list[tuple[torch.Tensor, Arrival]] = []
+        self._shipment: Shipment = transport.open(_parts(tables.moves, k, groups), k.dtype, k.device)
+        for index, group in enumerate(groups):
+            packed = self._shipment.outgoing(index)
+            take_rows(k[:, group.kv], tables.send_rows, packed[:, 0])
+            take_rows(v[:, group.kv], tables.send_rows, packed[:, 1])
+        self._shipment.publish()
+
+    def start(self, index: int) -> None:
+        """Let the rows of a group come; nothing after the last group."""
+        if index == len(self._groups):
+            return
+        heads = self._groups[index].kv
+        k = self._k[:, heads]
+        local, received = self._rows, self._tables.moves.rows_in
+        if not received:
+            self._pending.append((k, self._shipment.start(index)))
+            return
+        joined = k.new_empty((local + received, 2, *k.shape[1:]))
+        arrival = self._shipment.start(index, joined[local:])
+        joined[:local, 0] = k[:local]
+        joined[:local, 1] = self._v[:local, heads]
+        self._pending.append((joined, arrival))
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gathered keys and values [K, hk, D] of the group that was started first."""
+        joined, arrival = self._pending.pop(0)
+        arrival.wait()
+        gathered = joined.new_empty((2, len(self._tables.key_order), *joined.shape[2:]))
+        for index, rows in enumerate(gathered):
+            take_rows(joined[:, index], self._tables.key_order, rows)
+        return gathered[0], gathered[1]
+
+    def finish(self) -> None:
+        """Wait for what was started and is of no use here: rows for others only."""
+        for _, arrival in self._pending:
+            arrival.wait()
+        self._pending.clear()
+
+
+def _parts(moves: Moves, k: torch.Tensor, groups: list[_Group]) -> list[Part]:
+    return [Part(moves, (2, group.kv.stop - group.kv.start, k.shape[2])) for group in groups]
+
+
+def gather_forward(
+    kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: GatherTables, transport: Transport | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Forward on every rank; ``transport`` is None on a single rank.
 
     Args:
         q: [n, Hq, D].
         k, v: [n, Hk, D].
 
     Returns:
-        out [n, Hq, D] and what `gather_backward` needs. The gathered keys and values are kept, so that backward
-        fetches nothing again.
+        out [n, Hq, D] and what `gather_backward` needs.
     """
-    fetch = tables.fetch
-    # Keys and values travel in one message.
-    sent = torch.stack((k[fetch.send_rows], v[fetch.send_rows]), 1)
-    received = all_to_all_rows(sent, fetch.send_counts, fetch.recv_counts, group)
-    keys = torch.cat((k, received[:, 0]))[tables.key_order]
-    values = torch.cat((v, received[:, 1]))[tables.key_order]
-    out, lse = kernel(q, keys, values, tables.intervals, accumulate=False)
-    return out, (q, keys, values, out, lse)
+    if not tables.moves.counts.any():
+        out, lse = kernel(q, k, v, tables.intervals, accumulate=False)
+        return out, (q, k, v, out, lse)
+    groups = _groups(tables, q, k)
+    transport.reserve(_parts(tables.moves.back, k, groups), accumulation_dtype(k.dtype))
+    fetch = _Fetch(k, v, tables, groups, transport)
+    if not tables.moves.rows_in:
+        for index in range(len(groups)):
+            fetch.start(index)
+        out, lse = kernel(q, k, v, tables.intervals, accumulate=False)
+        fetch.finish()
+        return out, (q, k, v, out, lse)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+    fetch.start(0)
+    for index, group in enumerate(groups):
+        keys, values = fetch.wait()
+        fetch.start(index + 1)
+        part = kernel(q[:, group.query], keys, values, tables.intervals, accumulate=False)
+        out[:, group.query], lse[:, group.query] = part
+    return out, (q, k, v, out, lse)
 
 
-def gather_backward(kernel_backward, saved, dout, tables: GatherTables, group) -> tuple[torch.Tensor, ...]:
-    """dq [n, Hq, D], dk, dv [n, Hk, D] in the accumulation dtype.
+def gather_backward(
+    kernel_backward, saved, dout: torch.Tensor, tables: GatherTables, transport: Transport | None
+) -> tuple[torch.Tensor, ...]:
+    """dq [n, Hq, D] in q's dtype or the accumulation dtype, dk, dv [n, Hk, D] in the accumulation dtype.
 
     Gradients of fetched rows go home in the accumulation dtype and are added to the local part, peers in rank order.
     """
-    q, keys, values, out, lse = saved
-    dq, dk, dv = kernel_backward(q, keys, values, out, lse, dout, tables.intervals)
-    rows = q.shape[0]
-    # Rows that nobody here sees (a padding row) are not in key_order and stay zero.
-    grads = dk.new_zeros((rows + tables.fetch.rows_in, 2, *dk.shape[1:]))
-    grads[tables.key_order] = torch.stack((dk, dv), 1)
-    local = return_rows(grads[rows:], tables.fetch, grads[:rows], group)
-    return dq, local[:, 0], local[:, 1]
+    q, k, v, out, lse = saved
+    if not tables.moves.counts.any():
+        return kernel_backward(q, k, v, out, lse, dout, tables.intervals)
+    groups = _groups(tables, q, k)
+    accumulation = accumulation_dtype(k.dtype)
+    home_parts = _parts(tables.moves.back, k, groups)
+    transport.reserve(home_parts, accumulation)
+    fetch = _Fetch(k, v, tables, groups, transport)
+    home = transport.open(home_parts, accumulation, k.device)
+    fetches = tables.moves.rows_in > 0
+    dq, dk, dv = torch.empty_like(q), *(torch.empty_like(x, dtype=accumulation) for x in (k, v))
+    for total in (dk, dv):
+        total[len(tables.local_keys) :] = 0  # a padding row is nobody's key
+    returning: list[Arrival] = []
+    fetch.start(0)
+    for index, group in enumerate(groups):
+        if fetches:
+            keys, values = fetch.wait()
+        fetch.start(index + 1)
+        packed = home.outgoing(index)
+        if fetches:
+            part_q, part_out, part_lse, part_dout = (x[:, group.query] for x in (q, out, lse, dout))
+            dq[:, group.query], *part_kv = kernel_backward(
+                part_q, keys, values, part_out, part_lse, part_dout, tables.intervals
+            )
+            for place, (total, part) in enumerate(zip((dk, dv), part_kv, strict=True)):
+                take_rows(part, tables.remote_keys, packed[:, place])
+                take_rows(part, tables.local_keys, total[: len(tables.local_keys), group.kv])
+        returning.append(home.start(index))
+        if fetches and index:
+            _add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
+    if fetches:
+        _add_home(dk, dv, tables, groups[-1], returning[-1])
+        return dq, dk, dv
+    dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals)
+    fetch.finish()
+    for group, arrival in zip(groups, returning, strict=True):
+        _add_home(dk, dv, tables, group, arrival)
+    return dq, dk, dv
+
+
+def _add_home(dk: torch.Tensor, dv: torch.Tensor, tables: GatherTables, group: _Group, arrival: Arrival) -> None:
+    """Add the gradients of a group that come home, peers in rank order."""
+    home, counts = arrival.wait(), tables.moves.send_counts
+    for rows, part in zip(tables.send_rows.split(counts), home.split(counts), strict=True):
+        # No row occurs twice in a call, so the order of the sums is fixed on every device.
+        if len(rows):
+            dk[:, group.kv].index_add_(0, rows, part[:, 0])
+            dv[:, group.kv].index_add_(0, rows, part[:, 1])

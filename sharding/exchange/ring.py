@@ -1,52 +1,66 @@
 """Attention by a ring: keys and values of one peer at a time, partial results merged by their log-sum-exp.
 
-In round s = 1 .. P - 1 rank r sends to rank r + s and receives from rank r - s (mod P), exactly the rows that the
-receiver sees. A transfer without rows does not take place on either side. The next round's transfer is in flight while
-this round's rows are computed with, so at most two peers' rows are held. Backward moves the keys and values again,
-because keeping them would need the memory of `gather`.
+In round s = 1 .. P - 1 rank r reads from rank r - s (mod P), exactly the rows that it sees. The next round's rows are
+on their way while this round's are computed with, so at most two peers' rows are held. A round in which no rank sees
+anything does not take place, and a pair of ranks that sees nothing moves nothing. Backward moves the keys and values
+again, because keeping them would need the memory of `gather`; gradients go home while the next round computes.
 
 Two partial results (o_a, lse_a) and (o_b, lse_b) over disjoint keys merge to
 
     lse = log(exp(lse_a) + exp(lse_b))      o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
 
-in the accumulation dtype (ring attention, Liu et al. 2023). Callables and shapes as in `gather`. With NCCL, a
-collective of ``group`` in which every rank takes part must have come before the first round.
+in the accumulation dtype (ring attention, Liu et al. 2023). Callables and shapes as in `gather`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from cp_engine.sharding.exchange.rows import RowTables
+from cp_engine.sharding.exchange.rows import accumulation_dtype, take_rows
+from cp_engine.sharding.exchange.transport import Arrival, Part, Shipment, Transport
+from cp_engine.sharding.row_exchange import Moves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RingTables:
     """A `RingPlan` on a device."""
 
-    rank: int
-    fetch: RowTables
+    moves: Moves  # of key rows
+    send_rows: torch.Tensor  # int64 [sum(moves.send_counts)] local rows, receivers in rank order
     intervals: tuple[Any, ...]  # [P] the kernel's; entry p over the rows received from p, entry `rank` over local rows
 
     @property
-    def world(self) -> int:
-        return len(self.intervals)
+    def rank(self) -> int:
+        return self.moves.rank
 
-    def peers(self, step: int) -> tuple[int, int]:
-        """Whom round ``step`` sends to and receives from."""
-        return (self.rank + step) % self.world, (self.rank - step) % self.world
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """The rounds that take place, the same on every rank."""
+        world, found = self.moves.world, []
+        rows = self.send_rows.split(self.moves.send_counts)
+        for step in range(1, world):
+            moves = self.moves.at_distance(step)
+            if moves.counts.any():
+                found.append(Round(moves, (self.rank - step) % world, rows[(self.rank + step) % world]))
+        return found
 
-    def rows_for(self, peer: int) -> torch.Tensor:
-        """int64 [sent]: local rows that a peer sees."""
-        return self.fetch.send_rows.split(self.fetch.send_counts)[peer]
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    moves: Moves
+    source: int  # whose rows are read
+    rows: torch.Tensor  # int64 local rows that the reader sees
 
 
-def ring_forward(kernel, q, k, v, tables: RingTables, group) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Forward on every rank of ``group`` (None: a single rank).
+def ring_forward(
+    kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RingTables, transport: Transport | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Forward on every rank; ``transport`` is None on a single rank.
 
     Args:
         q: [n, Hq, D].
@@ -55,45 +69,55 @@ def ring_forward(kernel, q, k, v, tables: RingTables, group) -> tuple[torch.Tens
     Returns:
         out [n, Hq, D] in q's dtype, rounded once after the last merge, and what `ring_backward` needs.
     """
-    pending = _start_keys(k, v, tables, 1, group)
+    rounds = tables.rounds
+    if rounds:
+        transport.reserve(_home_parts(rounds, k), accumulation_dtype(k.dtype))
+        start = _start_keys(k, v, rounds, transport)
+        pending = start(0)
     out, lse = kernel(q, k, v, tables.intervals[tables.rank], accumulate=True)
-    for step in range(1, tables.world):
+    for index, each in enumerate(rounds):
         remote = pending.wait()
-        pending = _start_keys(k, v, tables, step + 1, group)
+        pending = start(index + 1)
         if len(remote):
-            _, source = tables.peers(step)
-            part = kernel(q, remote[:, 0], remote[:, 1], tables.intervals[source], accumulate=True)
+            keys, values = remote.unbind(1)
+            part = kernel(q, keys, values, tables.intervals[each.source], accumulate=True)
             out, lse = merge_partials(out, lse, *part)
     out = out.to(q.dtype)
     return out, (q, k, v, out, lse)
 
 
-def ring_backward(kernel_backward, saved, dout, tables: RingTables, group) -> tuple[torch.Tensor, ...]:
+def ring_backward(
+    kernel_backward, saved, dout: torch.Tensor, tables: RingTables, transport: Transport | None
+) -> tuple[torch.Tensor, ...]:
     """dq [n, Hq, D], dk, dv [n, Hk, D] in the accumulation dtype.
 
     Every round uses the final out and lse. Gradients of remote rows go home in the accumulation dtype and are added in
     a fixed order: the rank's own first, then those of ranks r + 1, r + 2, .. (mod P), as the rounds bring them.
     """
     q, k, v, out, lse = saved
-    pending = _start_keys(k, v, tables, 1, group)
+    rounds, accumulation = tables.rounds, accumulation_dtype(k.dtype)
+    if rounds:
+        transport.reserve(_home_parts(rounds, k), accumulation)
+        start = _start_keys(k, v, rounds, transport)
+        home = transport.open(_home_parts(rounds, k), accumulation, k.device)
+        pending = start(0)
     dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals[tables.rank])
-    local = torch.stack((dk, dv), 1)
-    home = None
-    for step in range(1, tables.world):
+    returning: list[Arrival] = []
+    for index, each in enumerate(rounds):
         remote = pending.wait()
-        pending = _start_keys(k, v, tables, step + 1, group)
-        reader, source = tables.peers(step)
-        grads = local.new_zeros((len(remote), *local.shape[1:]))
+        pending = start(index + 1)
+        packed = home.outgoing(index)
         if len(remote):
-            part = kernel_backward(q, remote[:, 0], remote[:, 1], out, lse, dout, tables.intervals[source])
+            keys, values = remote.unbind(1)
+            part = kernel_backward(q, keys, values, out, lse, dout, tables.intervals[each.source])
             dq += part[0]
-            grads = torch.stack(part[1:], 1)
-        if home is not None:
-            add_home(local, tables, step - 1, home.wait())
-        home = _start(grads, source, tables.fetch.send_counts[reader], reader, group)
-    if home is not None:
-        add_home(local, tables, tables.world - 1, home.wait())
-    return dq, local[:, 0], local[:, 1]
+            packed[:, 0], packed[:, 1] = part[1:]
+        returning.append(home.start(index))
+        if index:
+            add_home(dk, dv, rounds[index - 1], returning[index - 1])
+    if rounds:
+        add_home(dk, dv, rounds[-1], returning[-1])
+    return dq, dk, dv
 
 
 def merge_partials(
@@ -107,39 +131,27 @@ def merge_partials(
     return out * mine + other_out * theirs, total
 
 
-def add_home(local: torch.Tensor, tables: RingTables, step: int, grads: torch.Tensor) -> None:
-    """Add the gradients that the reader of round ``step`` sent back to the local rows that it had read."""
-    reader, _ = tables.peers(step)
-    local.index_add_(0, tables.rows_for(reader), grads)
+def add_home(dk: torch.Tensor, dv: torch.Tensor, each: Round, arrival: Arrival) -> None:
+    """Add the gradients that the reader of a round sends back to the local rows that it has read."""
+    grads = arrival.wait()
+    if len(grads):
+        dk.index_add_(0, each.rows, grads[:, 0])
+        dv.index_add_(0, each.rows, grads[:, 1])
 
 
-@dataclass
-class _Transfer:
-    received: torch.Tensor
-    sent: torch.Tensor  # must outlive the transfer
-    works: list
-
-    def wait(self) -> torch.Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received
-
-
-def _start_keys(k: torch.Tensor, v: torch.Tensor, tables: RingTables, step: int, group) -> _Transfer | None:
-    """Start the transfer of keys and values of a round, packed [rows, 2, Hk, D]. None after the last round."""
-    if step >= tables.world:
-        return None
-    reader, source = tables.peers(step)
-    rows = tables.rows_for(reader)
-    return _start(torch.stack((k[rows], v[rows]), 1), reader, tables.fetch.recv_counts[source], source, group)
+def _start_keys(
+    k: torch.Tensor, v: torch.Tensor, rounds: list[Round], transport: Transport
+) -> Callable[[int], Arrival | None]:
+    """Pack keys and values of all rounds; returns what starts the transfer of a round, none after the last."""
+    parts = [Part(each.moves, (2, *k.shape[1:])) for each in rounds]
+    shipment: Shipment = transport.open(parts, k.dtype, k.device)
+    for index, each in enumerate(rounds):
+        packed = shipment.outgoing(index)
+        take_rows(k, each.rows, packed[:, 0])
+        take_rows(v, each.rows, packed[:, 1])
+    shipment.publish()
+    return lambda index: shipment.start(index) if index < len(rounds) else None
 
 
-def _start(sent: torch.Tensor, to: int, rows_in: int, source: int, group) -> _Transfer:
-    """Send rows to one rank and receive rows from another. Both sides know the counts and skip an empty message."""
-    received = sent.new_empty((rows_in, *sent.shape[1:]))
-    ops = []
-    if len(sent):
-        ops.append(dist.P2POp(dist.isend, sent.contiguous(), group=group, group_peer=to))
-    if rows_in:
-        ops.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
-    return _Transfer(received, sent, dist.batch_isend_irecv(ops) if ops else [])
+def _home_parts(rounds: list[Round], k: torch.Tensor) -> list[Part]:
+    return [Part(each.moves.back, (2, *k.shape[1:])) for each in rounds]

@@ -37,6 +37,24 @@ def row_tables(exchange: RowExchange, device: torch.device | str = "cpu") -> Row
     )
 
 
+WIDE = torch.complex128  # the widest dtype: 16 bytes an element
+
+
+def take_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``x[rows]`` into ``out``: [n, .., D] -> [len(rows), .., D], each of any strides; bits are copied, not numbers."""
+    if x.dtype == out.dtype and _can_widen(x) and _can_widen(out):
+        x, wide = x.view(WIDE), out.view(WIDE)
+        torch.index_select(x, 0, rows, out=wide)
+        return out
+    return torch.index_select(x, 0, rows, out=out)
+
+
+def _can_widen(x: torch.Tensor) -> bool:
+    times = WIDE.itemsize // x.element_size()
+    spans = (*x.stride()[:-1], x.shape[-1], x.storage_offset())
+    return x.stride(-1) == 1 and all(span % times == 0 for span in spans) and x.data_ptr() % WIDE.itemsize == 0
+
+
 def all_to_all_rows(x: torch.Tensor, send_counts: list[int], recv_counts: list[int], group) -> torch.Tensor:
     """All-to-all-v along the first axis. ``group`` None means a single rank, which moves nothing."""
     out = x.new_empty((sum(recv_counts), *x.shape[1:]))

@@ -11,25 +11,30 @@ from typing import Any
 
 import torch
 
-from cp_engine.sharding.exchange.rows import all_to_all_rows
+from cp_engine.sharding.exchange.rows import take_rows
+from cp_engine.sharding.exchange.transport import Part, Shipment, Transport
+from cp_engine.sharding.row_exchange import Moves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UlyssesTables:
     """A `UlyssesPlan` on a device."""
 
-    rank: int
-    rank_rows: list[int]  # [P] rows of each rank, padding rows included
+    moves: Moves  # of rows towards head shards: each rank's rows to every rank, itself included
     dfs_order: torch.Tensor  # int64 [T] row of each token in the concatenation of all ranks' rows
+    tokens: torch.Tensor  # int64 [N] token of each of these rows, any for a padding row
+    padding: torch.Tensor  # int64: which of these rows are padding rows
     intervals: Any  # the kernel's, over all T tokens
 
     @property
     def world(self) -> int:
-        return len(self.rank_rows)
+        return self.moves.world
 
 
-def ulysses_forward(kernel, q, k, v, tables: UlyssesTables, group) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Forward on every rank of ``group`` (None: a single rank).
+def ulysses_forward(
+    kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: UlyssesTables, transport: Transport | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Forward on every rank; ``transport`` is None on a single rank.
 
     Args:
         q: [n, Hq, D].
@@ -44,19 +49,25 @@ def ulysses_forward(kernel, q, k, v, tables: UlyssesTables, group) -> tuple[torc
     times = kv_repeats(q.shape[1], k.shape[1], tables.world)
     if times > 1:
         k, v = repeat_kv_heads(k, times), repeat_kv_heads(v, times)
-    shard = tokens_to_heads((q, k, v), tables, group)
+    shard = tokens_to_heads((q, k, v), tables, transport)
     out, lse = kernel(*shard, tables.intervals, accumulate=False)
-    (local,) = heads_to_tokens((out,), tables, group)
+    (local,) = heads_to_tokens((out,), tables, transport)
     return local, (*shard, out, lse)
 
 
-def ulysses_backward(kernel_backward, saved, dout, kv_heads: int, tables: UlyssesTables, group):
-    """dq [n, Hq, D], dk, dv [n, Hk, D] in the accumulation dtype; a repeated kv head gets the sum over its copies."""
+def ulysses_backward(
+    kernel_backward, saved, dout: torch.Tensor, kv_heads: int, tables: UlyssesTables, transport: Transport | None
+) -> tuple[torch.Tensor, ...]:
+    """dq [n, Hq, D], dk, dv [n, Hk, D]; a repeated kv head gets the sum over its copies, in the accumulation dtype."""
     q, k, v, out, lse = saved
-    (shard_dout,) = tokens_to_heads((dout,), tables, group)
-    grads = kernel_backward(q, k, v, out, lse, shard_dout, tables.intervals)
-    dq, dk, dv = heads_to_tokens(grads, tables, group)
-    copies = dk.shape[1] // kv_heads
+    (shard_dout,) = tokens_to_heads((dout,), tables, transport)
+    dq, dk, dv = kernel_backward(q, k, v, out, lse, shard_dout, tables.intervals)
+    copies = k.shape[1] * tables.world // kv_heads
+    if copies == 1:
+        # Nothing is added to these: rounded before the move they are the same, and half as many bytes.
+        return heads_to_tokens((dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), tables, transport)
+    (dq,) = heads_to_tokens((dq.to(q.dtype),), tables, transport)
+    dk, dv = heads_to_tokens((dk, dv), tables, transport)
     return dq, dk.unflatten(1, (kv_heads, copies)).sum(2), dv.unflatten(1, (kv_heads, copies)).sum(2)
 
 
@@ -84,26 +95,49 @@ def repeat_kv_heads(kv: torch.Tensor, times: int) -> torch.Tensor:
     return kv.repeat_interleave(times, dim=1)
 
 
-def tokens_to_heads(parts, tables: UlyssesTables, group) -> tuple[torch.Tensor, ...]:
+def tokens_to_heads(parts, tables: UlyssesTables, transport: Transport | None) -> tuple[torch.Tensor, ...]:
     """Local rows of all heads -> all tokens in depth-first order of a head shard: [n, H, D] each -> [T, H / P, D] each.
 
     The parts share a dtype and travel in one message.
     """
-    world, rows = tables.world, tables.rank_rows[tables.rank]
-    heads = [part.shape[1] // world for part in parts]
-    packed = torch.cat([part.unflatten(1, (world, -1)) for part in parts], 2)  # [n, P, heads, D]
-    sent = packed.transpose(0, 1).flatten(0, 1)
-    received = all_to_all_rows(sent, [rows] * world, tables.rank_rows, group)
-    return received[tables.dfs_order].split(heads, 1)
+    heads = [part.shape[1] // tables.world for part in parts]
+    size = parts[0].shape[2]
+    shipment, packed = _open(tables.moves, sum(heads), parts[0], transport)
+    by_rank = packed.unflatten(0, (tables.world, -1))  # [P, n, heads, D]
+    for part, rows in zip(parts, by_rank.split(heads, 2), strict=True):
+        rows.copy_(part.unflatten(1, (tables.world, -1)).transpose(0, 1))
+    received = _move(shipment, packed)
+    # Apart, so that each is contiguous for the kernel.
+    return tuple(
+        take_rows(rows, tables.dfs_order, rows.new_empty((len(tables.dfs_order), rows.shape[1], size)))
+        for rows in received.split(heads, 1)
+    )
 
 
-def heads_to_tokens(parts, tables: UlyssesTables, group) -> tuple[torch.Tensor, ...]:
+def heads_to_tokens(parts, tables: UlyssesTables, transport: Transport | None) -> tuple[torch.Tensor, ...]:
     """Inverse of `tokens_to_heads`: [T, H / P, D] each -> [n, H, D] each. Padding rows come back as zeros."""
-    world, rows = tables.world, tables.rank_rows[tables.rank]
     heads = [part.shape[1] for part in parts]
-    packed = torch.cat(parts, 1)
-    sent = packed.new_zeros((sum(tables.rank_rows), *packed.shape[1:]))
-    sent[tables.dfs_order] = packed
-    received = all_to_all_rows(sent, tables.rank_rows, [rows] * world, group)
-    by_head = received.unflatten(0, (world, rows)).transpose(0, 1)  # [n, P, heads, D]
+    shipment, packed = _open(tables.moves.back, sum(heads), parts[0], transport)
+    if len(tables.dfs_order):
+        for part, rows in zip(parts, packed.split(heads, 1), strict=True):
+            take_rows(part, tables.tokens, rows)
+    packed.index_fill_(0, tables.padding, 0)
+    received = _move(shipment, packed)
+    by_head = received.unflatten(0, (tables.world, -1)).transpose(0, 1)  # [n, P, heads, D]
     return tuple(part.flatten(1, 2) for part in by_head.split(heads, 2))
+
+
+def _open(moves: Moves, heads: int, like: torch.Tensor, transport: Transport | None):
+    """A shipment of one part, None on a single rank, and the rows to pack."""
+    row_shape = (heads, like.shape[2])
+    if transport is None:
+        return None, like.new_empty((moves.rows_out, *row_shape))
+    shipment = transport.open([Part(moves, row_shape)], like.dtype, like.device)
+    return shipment, shipment.outgoing(0)
+
+
+def _move(shipment: Shipment | None, packed: torch.Tensor) -> torch.Tensor:
+    if shipment is None:
+        return packed
+    shipment.publish()
+    return shipment.start(0).wait()
