@@ -40,8 +40,10 @@ class DataConfig(_Section):
 
 
 class ParallelConfig(_Section):
+    dp: int = Field(1, ge=1)
+    """Data-parallel groups: the packs of a step are dealt to them. dp x cp rank processes run."""
     cp: int = Field(1, ge=1)
-    """Context-parallel ranks; equals the number of rank processes."""
+    """Context-parallel ranks, which share each pack. Neighbouring ranks form a group."""
     layout: Literal["balanced", "contiguous"] = "balanced"
     """Which rank owns which tokens: by predicted step time, or equal ranges of the depth-first order."""
     exchange: Literal["auto", "gather", "ring", "ulysses"] = "auto"
@@ -72,13 +74,75 @@ class PackingConfig(_Section):
     branches of few tokens). Its prices are those of an H200, so it is off where nobody asked for it."""
 
 
+class EngineConfig(_Section):
+    name: Literal["plain", "fsdp2", "deepspeed"] = "plain"
+    """Who holds weights, gradients and optimizer states: whole on every rank, or sharded (docs/engines.md)."""
+    stage: Literal[0, 1, 2, 3] | None = None
+    """ZeRO stage, for deepspeed: what is sharded is nothing, optimizer states, gradients too, weights too."""
+    shard: Literal["all", "node"] = "all"
+    """fsdp2: over all ranks, or within a machine and replicated over machines."""
+    offload: Literal["none", "cpu"] = "none"
+    """Keep sharded weights and optimizer states in host memory (deepspeed: what its stage shards)."""
+    persistence_threshold: int | None = Field(None, ge=0)
+    """deepspeed stage 3: smaller parameters stay whole on every rank; null means its default of 100,000 elements."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_engine(self) -> EngineConfig:
+        if (self.stage is not None) != (self.name == "deepspeed"):
+            raise ValueError(f"stage is set for deepspeed and only for it; name is {self.name}, stage is {self.stage}")
+        if self.shard == "node" and self.name != "fsdp2":
+            raise ValueError(f"shard: node is a setting of fsdp2, and name is {self.name}")
+        if self.offload == "cpu" and (self.name == "plain" or self.stage == 0):
+            raise ValueError("offload: cpu needs sharded optimizer states: fsdp2, or deepspeed with stage 1, 2 or 3")
+        if self.persistence_threshold is not None and self.stage != 3:
+            raise ValueError("persistence_threshold is a setting of deepspeed stage 3")
+        return self
+
+
+class LoraSection(_Section):
+    r: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(32.0, gt=0)
+    """Adapters are scaled by alpha / r."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names (last parts) of linear modules that get an adapter; all-linear takes every one of the decoder layers."""
+
+
 class OptimizerConfig(_Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    """sgd has no momentum; it shows rounding as it is, which adamw turns into whole steps."""
     lr: float = Field(1e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm; null leaves them."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes from lr to final_lr between the warm-up and the last of `steps` optimizer steps."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises to lr."""
+    final_lr: float | None = Field(None, ge=0)
+    """Learning rate of the last step of a linear or cosine schedule; null means 0."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """When a gradient is not finite the weights stay as they are; the step raises, or is reported as skipped."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> OptimizerConfig:
+        moments = (self.betas, self.eps)
+        if self.name == "sgd" and moments != tuple(type(self).model_fields[f].default for f in ("betas", "eps")):
+            raise ValueError("betas and eps are settings of adamw, and name is sgd")
+        if self.schedule == "constant" and self.final_lr is not None:
+            raise ValueError("final_lr is a setting of the linear and cosine schedules, and schedule is constant")
+        return self
+
+
+class CheckpointConfig(_Section):
+    every: int = Field(ge=1)
+    """Optimizer steps between checkpoints."""
+    keep: int = Field(2, ge=1)
+    """How many of them stay."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto goes on from the last complete checkpoint in the output folder; never starts anew."""
 
 
 class Config(_Section):
@@ -87,15 +151,20 @@ class Config(_Section):
     """Needed by `train`; a program that calls `Engine.train_step` brings its own rollouts."""
     parallel: ParallelConfig = ParallelConfig()
     packing: PackingConfig = PackingConfig()
+    engine: EngineConfig = EngineConfig()
+    lora: LoraSection | None = None
+    """Train low-rank adapters and freeze the model; null trains all weights."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     steps: int = Field(1, ge=1)
-    dtype: Literal["float32", "float64"] = "float32"
-    """Weights and activations."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Weights and activations. With bfloat16 the optimizer updates float32 masters, and decays stay float32."""
+    checkpoint: CheckpointConfig | None = None
+    """When `train` writes checkpoints below output_dir; null writes none."""
     output_dir: str | None = None
     """Where `train` writes metrics.jsonl, config.json and the final weights."""
     seed: int = 0
-    """Order of the data."""
+    """Order of the data, and the adapters' random weights."""
 
 
 def read_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,40 @@ import torch.distributed as dist
 
 from cp_engine.config import Config, LossConfig
 from cp_engine.distributed.agree import require_equal_digests
-from cp_engine.distributed.gradients import clip_gradients, sum_gradients
+from cp_engine.distributed.choose import distribute, load_device
+from cp_engine.distributed.full_weights import named_full_weights
+from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks, join_ranks
+from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.metrics import StepMeter
-from cp_engine.models.load import load_model, prepare_for_trees, save_model
+from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees, save_adapter, save_model
+from cp_engine.models.lora import add_lora
 from cp_engine.models.shape import conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import DevicePack, device_pack
 from cp_engine.placement import PlacedPack, place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
+from cp_engine.schedule import learning_rate
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.packing import Pack
+from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import StepData, pack_loss, prepare_step
 
 
 class Engine:
-    """Trains one model on the CP ranks of the process group.
+    """Trains one model on a (dp, cp) mesh of ranks.
 
     Every rank constructs it with the same config and passes the same rollouts to `train_step`.
 
     Raises:
-        ValueError: when ``parallel.cp`` is not the number of rank processes, ranks were given different settings
-            (raised on every rank), or the model is not supported.
+        ValueError: when ``parallel.dp x parallel.cp`` is not the number of rank processes, ranks were given different
+            settings (raised on every rank), or the model is not supported.
     """
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
         self.config = config
         self.ranks = ranks or join_ranks(config.parallel.timeout_s)
-        if config.parallel.cp != self.ranks.world:
-            raise ValueError(
-                f"parallel.cp is {config.parallel.cp} but {self.ranks.world} rank processes run: start "
-                f"{config.parallel.cp} (torchrun --nproc-per-node {config.parallel.cp} or --cp {config.parallel.cp})"
-            )
+        self.mesh = make_mesh(self.ranks, config.parallel.dp, config.parallel.cp)
         # Ranks with another loss or learning rate would go on together and train something else.
         settings = config.model_dump_json(exclude={"data", "output_dir"}).encode()
         require_equal_digests(hashlib.blake2b(settings, digest_size=16).hexdigest(), "configuration", self.ranks)
@@ -56,20 +58,17 @@ class Engine:
             self.dtype,
             vocab_size=config.model.vocab_size,
             seed=config.model.seed,
-            device=self.ranks.device,
+            device=load_device(config, self.ranks),
         )
         self.conv_width = conv_width(hf_model.config)
         self.shape = model_shape(hf_model.config, self.dtype.itemsize)
         prepare_for_trees(hf_model)
+        if config.lora is not None:
+            add_lora(hf_model, config.lora, config.seed)
+        whole = float32_parameters(hf_model, self.dtype)
         self.model = TreeCausalLM(hf_model).train()
-        optimizer = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            (p for p in self.model.parameters() if p.requires_grad),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        )
+        self.distributed = distribute(self.model, whole, config, self.ranks)
+        self.lookahead = Lookahead(self._prepare, self._plan, self.mesh)
         self.steps_done = 0
 
     @property
@@ -77,42 +76,65 @@ class Engine:
         """Ids in rollouts must be smaller."""
         return self.model.causal_lm.config.get_text_config().vocab_size
 
-    def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    def train_step(self, rollouts: Sequence[Rollout], upcoming: Sequence[Rollout] | None = None) -> dict[str, Any]:
         """One forward, backward and optimizer step over all rollouts; returns the step's metrics.
+
+        Args:
+            upcoming: the rollouts of the step after this one, where they are known already: its first plan is then
+                made while this step runs. Pass the same object to the next call.
 
         Raises:
             ValueError: for rollouts that the loss cannot use, a rollout over the pack budget, or ranks that were
                 given different rollouts (raised on every rank).
-            RuntimeError: when a gradient is not finite; the weights are unchanged.
+            RuntimeError: when a gradient is not finite, unless ``optimizer.on_nonfinite`` is ``skip``, which reports
+                it as ``skipped``. The weights are unchanged in both cases.
         """
         started = time.perf_counter()
-        check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
-        step = prepare_step(rollouts, self.config.packing, self.config.loss, self.shape)
+        step = self.lookahead.step(rollouts)
         require_equal_digests(step.digest(), "step", self.ranks)
-        self.optimizer.zero_grad(set_to_none=True)
-        meter = StepMeter(step, self.ranks)
-        self.accumulate_gradients(step, meter)
-        norm = clip_gradients(self.model, self.config.optimizer.max_grad_norm)
-        if not math.isfinite(norm):  # the same on every rank, since gradients are summed
+        self.distributed.zero_grad()
+        meter = StepMeter(step, self.mesh)
+        self.accumulate_gradients(step, meter, upcoming)
+        optimizer = self.config.optimizer
+        lr = learning_rate(self.steps_done, optimizer, self.config.steps)
+        norm = self.distributed.update(lr, optimizer.max_grad_norm)
+        finite = math.isfinite(norm)
+        if not finite and optimizer.on_nonfinite == "raise":
             raise RuntimeError(
                 f"the gradient norm of step {self.steps_done + 1} is {norm}; the weights are those from before it"
             )
-        self.optimizer.step()
         self.steps_done += 1
-        return meter.summary(self.steps_done, norm, time.perf_counter() - started)
+        figures = meter.summary(self.steps_done, norm, time.perf_counter() - started)
+        return figures | {"lr": lr, "skipped": not finite}
 
-    def accumulate_gradients(self, step: StepData, meter: StepMeter | None = None) -> None:
-        """Forward and backward over the packs of a step; afterwards every rank holds the step's whole gradients."""
+    def accumulate_gradients(
+        self, step: StepData, meter: StepMeter | None = None, upcoming: Sequence[Rollout] | None = None
+    ) -> None:
+        """Forward and backward over the packs of a step.
+
+        Afterwards the ranks hold the step's whole gradients: each one all of them with ``engine.name: plain``.
+        """
         accumulate = accumulation_dtype(self.dtype)
-        for pack in step.packs:
-            planning = time.perf_counter()
-            placed, on_device = self._place(pack)
-            plan_seconds = time.perf_counter() - planning
-            result = pack_loss(self.model, on_device, step, pack, self.config.loss, accumulate)
-            result.loss.backward()
+        for planned, on_device, last in self._packs(step, upcoming):
+            result = pack_loss(self.distributed, on_device, step, planned.pack, self.config.loss, accumulate)
+            self.distributed.backward(result.loss, last)
             if meter is not None:
-                meter.add(placed, on_device.plan, result, plan_seconds)
-        sum_gradients(self.model, self.ranks)
+                meter.add(planned.placed, planned.plan, result, planned.seconds, planned.waited)
+
+    def _packs(
+        self, step: StepData, upcoming: Sequence[Rollout] | None = None
+    ) -> Iterator[tuple[PlannedPack, DevicePack, bool]]:
+        """This DP group's packs of a step on the device, and whether each is the last."""
+
+        def begin_upcoming():
+            if upcoming is not None:
+                self.lookahead.begin(upcoming)
+
+        rounds = -(-max(1, len(step.packs)) // self.mesh.dp)
+        for index, planned in enumerate(self.lookahead.planned(step, begin_upcoming)):
+            require_equal_digests(planned.plan.digest, "pack plan", self.ranks, self.mesh.cp)
+            on_device = device_pack(planned.plan, self.mesh.context.group, self.ranks.device)
+            yield planned, on_device, index + 1 == rounds
 
     @torch.no_grad()
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -128,32 +150,59 @@ class Engine:
         Raises:
             ValueError: as `train_step`, except that rewards, advantages and log-probs are not needed.
         """
-        check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
         temperature = self.config.loss.temperature
-        step = prepare_step(rollouts, self.config.packing, LossConfig(name="sft"), self.shape)
+        step = self._prepare(rollouts, LossConfig(name="sft"))
         require_equal_digests(step.digest(), "batch", self.ranks)
         found = torch.zeros(len(step.flat.token), dtype=torch.float64, device=self.ranks.device)
-        for pack in step.packs:
-            _, on_device = self._place(pack)
-            edge_logprob, _ = self.model(on_device, temperature=temperature)
-            index = torch.as_tensor(step.occurrence_index(pack, on_device.plan), device=found.device)
+        for planned, on_device, _ in self._packs(step):
+            edge_logprob, _ = self.distributed(on_device, temperature=temperature)
+            index = torch.as_tensor(step.occurrence_index(planned.pack, planned.plan), device=found.device)
             found[index] = edge_logprob[on_device.occurrence_edge].double()
+        self.distributed.after_forward()
         if self.ranks.group is not None:  # each occurrence lies on one rank
             dist.all_reduce(found, group=self.ranks.group)
         values = np.where(step.counted, found.cpu().numpy(), np.nan)
         return np.split(values, step.flat.row_start[1:-1])
 
-    def _place(self, pack: Pack) -> tuple[PlacedPack, DevicePack]:
-        """Plan a pack, compare the plan between ranks, and put this rank's part on its device."""
-        placed = place_pack(pack, self.config.parallel, self.shape)
-        plan = plan_rank(placed, self.ranks.rank, self.config.parallel.gdn_exchange, self.conv_width)
-        require_equal_digests(plan.digest, "pack plan", self.ranks)
-        return placed, device_pack(plan, self.ranks.group, self.ranks.device)
+    def _prepare(self, rollouts: Sequence[Rollout], loss: LossConfig | None = None) -> StepData:
+        check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
+        return prepare_step(rollouts, self.config.packing, loss or self.config.loss, self.shape)
 
-    def save(self, path: str | Path) -> None:
-        """Write the weights as a Hugging Face folder that plain `transformers` loads. Every rank calls it."""
+    def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan]:
+        placed = place_pack(pack, self.config.parallel, self.shape)
+        rank = self.mesh.context.rank
+        return placed, plan_rank(placed, rank, self.config.parallel.gdn_exchange, self.conv_width)
+
+    def named_full_weights(self, adapter: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream whole weights, one tensor at a time, for a sampler or an export; every rank iterates to the end.
+
+        Args:
+            adapter: only the LoRA adapters, under the names of a `peft` adapter file; else adapters are merged in.
+        """
+        return named_full_weights(self.distributed, adapter)
+
+    def save(self, path: str | Path, adapter: bool = False) -> None:
+        """Write the weights as a Hugging Face folder that plain `transformers` loads. Every rank calls it.
+
+        The first rank collects the whole model in host memory.
+
+        Args:
+            adapter: write a folder that `peft` loads, with the LoRA adapters alone.
+
+        Raises:
+            ValueError: for an adapter where the configuration has no ``lora``.
+        """
+        if adapter and self.config.lora is None:
+            raise ValueError("there is no adapter to save: the configuration has no lora section")
+        tensors = {}
+        for name, tensor in self.named_full_weights(adapter):
+            if self.ranks.is_first:
+                tensors[name] = tensor.cpu().clone() if tensor.device.type == "cpu" else tensor.cpu()
         if self.ranks.is_first:
-            source = self.config.model.path if Path(self.config.model.path).is_dir() else None
-            save_model(self.model.causal_lm, path, source=source)
+            if adapter:
+                save_adapter(tensors, self.model.causal_lm, self.config, path)
+            else:
+                source = self.config.model.path if Path(self.config.model.path).is_dir() else None
+                save_model(self.model.causal_lm, path, source=source, tensors=tensors)
         if self.ranks.group is not None:
             dist.barrier(group=self.ranks.group)

@@ -7,11 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from cp_engine.distributed.ranks import Ranks
+from cp_engine.distributed.mesh import Mesh
 from cp_engine.placement import PlacedPack
 from cp_engine.sharding.layout import rank_pairs
 from cp_engine.sharding.plan import ShardPlan
@@ -21,16 +20,16 @@ from cp_engine.step import PackLoss, StepData
 class StepMeter:
     """Collects one step; `summary` is collective."""
 
-    def __init__(self, step: StepData, ranks: Ranks):
-        self.step, self.ranks = step, ranks
+    def __init__(self, step: StepData, mesh: Mesh):
+        self.step, self.mesh = step, mesh
         # loss, entropy, clipped above, clipped below, occurrences
-        self.sums = torch.zeros(5, dtype=torch.float64, device=ranks.device)
-        self.tokens = np.zeros(2)  # sum over packs of the largest and of the mean rank
-        self.pairs = np.zeros(2)
-        self.plan_seconds = 0.0
+        self.sums = torch.zeros(5, dtype=torch.float64, device=mesh.everyone.device)
+        self.largest: list[tuple[int, int]] = []  # of each pack: tokens and pairs of the rank that has most
+        self.total: list[tuple[int, int]] = []  # of each pack: tokens and pairs
+        self.plan_seconds = self.plan_waited = 0.0
         self.exchanges: set[str] = set()
 
-    def add(self, placed: PlacedPack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
+    def add(self, placed: PlacedPack, plan: ShardPlan, result: PackLoss, plan_seconds: float, waited: float) -> None:
         occurrence = result.occurrence
         self.sums += torch.stack(
             [
@@ -41,16 +40,25 @@ class StepMeter:
                 torch.tensor(float(plan.loss.occurrences), dtype=torch.float64, device=self.sums.device),
             ]
         )
-        forest, layout = placed.pack.forest, placed.layout
-        for totals, per_rank in ((self.tokens, layout.rank_token_count), (self.pairs, rank_pairs(forest, layout))):
-            totals += (per_rank.max(), per_rank.mean())
+        per_rank = (placed.layout.rank_token_count, rank_pairs(placed.pack.forest, placed.layout))
+        self.largest.append(tuple(int(count.max()) for count in per_rank))
+        self.total.append(tuple(int(count.sum()) for count in per_rank))
         self.exchanges.add(placed.exchange)
         self.plan_seconds += plan_seconds
+        self.plan_waited += waited
 
     def summary(self, step: int, grad_norm: float, seconds: float) -> dict[str, Any]:
-        if self.ranks.group is not None:
-            dist.all_reduce(self.sums, group=self.ranks.group)
+        ranks, cp = self.mesh.everyone, self.mesh.cp
+        largest, total = (torch.tensor(each, dtype=torch.float64) for each in (self.largest, self.total))
+        if ranks.group is not None:
+            dist.all_reduce(self.sums, group=ranks.group)
+            if self.mesh.dp > 1:  # the ranks of a CP group count the same pack
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
+                dist.all_reduce(total, group=ranks.group)
+                total /= cp
         loss, entropy, high, low, occurrences = self.sums.tolist()
+        # Ranks wait for one another in every round of packs.
+        imbalance = largest.sum(0) * ranks.world / total.sum(0)
         return {
             "step": step,
             "loss": loss,
@@ -65,9 +73,10 @@ class StepMeter:
             "flat_tokens": self.step.flat_tokens,
             "tree_tokens_per_s": self.step.tree_tokens / seconds,
             "flat_tokens_per_s": self.step.flat_tokens / seconds,
-            "token_imbalance": self.tokens[0] / self.tokens[1],
-            "pair_imbalance": self.pairs[0] / self.pairs[1],
+            "token_imbalance": float(imbalance[0]),
+            "pair_imbalance": float(imbalance[1]),
             "plan_ms": 1000 * self.plan_seconds,
+            "plan_wait_ms": 1000 * self.plan_waited,
             "seconds": seconds,
         }
 

@@ -38,7 +38,7 @@ class _Seen:
     def __init__(self, step):
         self.step, self.log_ratio = step, []
 
-    def add(self, placed, plan, result, plan_seconds):
+    def add(self, placed, plan, result, *seconds):
         old = self.step.old_logprob[self.step.occurrence_index(placed.pack, plan)]
         self.log_ratio.append(result.log_prob.double().numpy() - old)
 

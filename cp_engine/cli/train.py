@@ -21,23 +21,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML file, for example launch/configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     parser.add_argument("--cp", type=int, help="context-parallel ranks; replaces parallel.cp")
+    parser.add_argument("--dp", type=int, help="data-parallel groups; replaces parallel.dp")
     parser.add_argument("--json", action="store_true", help="print the last step's metrics as the last line")
 
 
 def _config(args: argparse.Namespace) -> Config:
-    overrides = list(args.overrides)
-    if args.cp is not None:
-        overrides.append(f"parallel.cp={args.cp}")
-    elif "WORLD_SIZE" in os.environ and not any(o.startswith("parallel.cp=") for o in overrides):
-        overrides.append(f"parallel.cp={os.environ['WORLD_SIZE']}")  # torchrun decides how many ranks there are
+    given = [f"parallel.{name}={getattr(args, name)}" for name in ("dp", "cp") if getattr(args, name) is not None]
+    overrides = [*args.overrides, *given]
     config = read_config(args.config, overrides)
+    if "WORLD_SIZE" in os.environ and not any(o.startswith("parallel.cp=") for o in overrides):
+        # torchrun decides how many ranks there are.
+        world, dp = int(os.environ["WORLD_SIZE"]), config.parallel.dp
+        if world % dp:
+            raise ValueError(f"parallel.dp is {dp}, but {world} rank processes run, which is no multiple of it")
+        config = read_config(args.config, [*overrides, f"parallel.cp={world // dp}"])
     if config.data is None or config.output_dir is None:
         raise ValueError(f"{args.config}: train needs data.rollouts and output_dir")
     return config
 
 
 def local_ranks(args: argparse.Namespace) -> int:
-    return _config(args).parallel.cp
+    parallel = _config(args).parallel
+    return parallel.dp * parallel.cp
 
 
 def steps_of_groups(rollouts: list[Rollout], config: Config) -> Iterator[list[Rollout]]:

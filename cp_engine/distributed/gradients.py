@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from cp_engine.distributed.ranks import Ranks
 
 _BUCKET_ELEMENTS = 16_000_000  # one all-reduce carries at most about this many elements
 
 
-def sum_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Sum every parameter's gradient over the ranks, in place and in few collectives."""
+def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Sum every trained parameter's gradient over the ranks, in place and in few collectives."""
     if ranks.group is None:
         return
     bucket: list[torch.Tensor] = []
-    for parameter in model.parameters():
+    for parameter in parameters:
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
@@ -39,7 +42,19 @@ def _sum_bucket(bucket: list[torch.Tensor], ranks: Ranks) -> None:
         gradient.copy_(summed.view_as(gradient))
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> float:
-    """Global gradient norm; gradients are scaled down to ``max_norm`` where it is given."""
-    limit = float("inf") if max_norm is None else max_norm
-    return float(nn.utils.clip_grad_norm_((p for p in model.parameters() if p.requires_grad), limit))
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """Global gradient norm over whole and sharded parameters; gradients are scaled down to ``max_norm`` if given."""
+    whole: list[nn.Parameter] = []
+    sharded: list[nn.Parameter] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            (sharded if isinstance(parameter.grad, DTensor) else whole).append(parameter)
+    parts = [p for p in (whole, sharded) if p]
+    norms = [nn.utils.get_total_norm([p.grad for p in part]) for part in parts]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    # Under CPU offload sharded gradients lie in host memory, whole ones on the device.
+    total = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
+    if max_norm is not None:
+        for part, norm in zip(parts, norms, strict=True):
+            nn.utils.clip_grads_with_norm_(part, max_norm, total.to(norm.device))
+    return float(total)

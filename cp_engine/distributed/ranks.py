@@ -14,12 +14,16 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the CP ranks. ``group`` is None for a single rank, which then calls no collective."""
+    """This process among all ranks, or among those of its CP group.
+
+    ``group`` is None for a single rank, which then calls no collective.
+    """
 
     rank: int
     world: int
     group: dist.ProcessGroup | None
     device: torch.device
+    per_node: int | None = None  # ranks on this machine; None: all of them
 
     @property
     def is_first(self) -> bool:
@@ -45,9 +49,11 @@ def join_ranks(timeout_s: int = 600) -> Ranks:
         torch.cuda.set_device(device)
     if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
         return Ranks(0, 1, None, device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Tensors in host memory too: agreeing over them does not wait for the device, and offloaded gradients live there.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device, per_node)
 
 
 def shutdown(code: int) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from cp_engine.config import Config
 from cp_engine.models.hf_attention import ATTENTION_NAME, register_attention
-from cp_engine.models.hf_gdn import patch_gdn_layers
+from cp_engine.models.hf_gdn import gdn_layers, patch_gdn_layers
+from cp_engine.models.lora import lora_layers, peft_config
 from cp_engine.models.presets import PRESETS, preset_model
-from cp_engine.models.source_folder import write_into_source
+from cp_engine.models.source_folder import read_from_source, write_into_source
 from cp_engine.models.support import check_supported
 
 
@@ -31,7 +33,7 @@ def load_model(
 
     Args:
         path_or_preset: a local folder in the Hugging Face format, or the name of a random preset.
-        dtype: of the parameters. RoPE frequencies stay float32.
+        dtype: of the parameters. RoPE frequencies stay float32, and so do the decays of GDN layers in bfloat16.
         vocab_size: of a preset; None for its default. A folder has its own.
         seed: of a preset's weights.
 
@@ -41,6 +43,8 @@ def load_model(
     """
     name = os.fspath(path_or_preset)
     if name in PRESETS:
+        if dtype == torch.bfloat16:
+            return _cast(preset_model(name, torch.float32, vocab_size, seed)).to(device)
         return preset_model(name, dtype, vocab_size, seed).to(device)
     if not (Path(name) / "config.json").is_file():
         raise ValueError(
@@ -59,7 +63,35 @@ def load_model(
     if info["missing_keys"]:
         # The library would go on with random numbers in their place.
         raise ValueError(f"the folder {name!r} lacks the weights {', '.join(sorted(info['missing_keys']))}")
+    if dtype == torch.bfloat16:
+        _restore_float32(model, Path(name))
     return model.to(device)
+
+
+def float32_parameters(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Parameters that stay float32 in a model of ``dtype``: the decays of GDN layers, where rounding moves states.
+
+    Of a model of another dtype than bfloat16 there are none.
+    """
+    if dtype != torch.bfloat16:
+        return []
+    return [parameter for layer in gdn_layers(model) for parameter in (layer.A_log, layer.dt_bias)]
+
+
+def _cast(model: nn.Module) -> nn.Module:
+    kept = {id(parameter) for parameter in float32_parameters(model, torch.bfloat16)}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def _restore_float32(model: nn.Module, source: Path) -> None:
+    """Read again, in float32, what must not be rounded to bfloat16."""
+    kept = {id(parameter) for parameter in float32_parameters(model, torch.bfloat16)}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in kept}
+    for name, tensor in read_from_source(parameters, source).items():
+        parameters[name].data = tensor.float()
 
 
 def folder_vocabulary(path_or_preset: str | os.PathLike) -> int | None:
@@ -94,26 +126,54 @@ def prepare_for_trees(model: nn.Module) -> None:
     patch_gdn_layers(model)
 
 
-def save_model(model: nn.Module, out: str | os.PathLike, source: str | os.PathLike | None = None) -> None:
+def save_model(
+    model: nn.Module,
+    out: str | os.PathLike,
+    source: str | os.PathLike | None = None,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Save a causal LM as a folder that plain `transformers` loads. Call it on one rank.
 
     The folder is written beside ``out`` and renamed, so ``out`` is always whole: the old one or the new one.
 
     Args:
-        model: with whole (not sharded) parameters; it may be prepared for trees.
+        model: it may be prepared for trees.
         out: may exist if it is empty or a model folder, which is then replaced.
         source: the folder that the model was loaded from. Its architecture, config, tensors that the model does not
             hold (such as a vision tower) and side files (tokenizer, generation config, templates) are kept; only
             tensors that training changed are replaced, in the dtype that they have there.
+        tensors: the model's whole tensors by name, where its parameters are sharded or have adapters.
 
     Raises:
         ValueError: if ``out`` is something else, or ``source`` does not hold the model's tensors.
     """
     with _replaced_folder(Path(out)) as folder:
         if source is None:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=tensors)
         else:
-            write_into_source(model, Path(source), folder)
+            tied = set(getattr(model, "all_tied_weights_keys", ()) or ())
+            write_into_source(model.state_dict() if tensors is None else tensors, tied, Path(source), folder)
+
+
+def save_adapter(tensors: dict[str, torch.Tensor], model: nn.Module, config: Config, out: str | os.PathLike) -> None:
+    """Save adapters as a folder that `peft` loads. Call it on one rank.
+
+    Args:
+        tensors: under the names of a `peft` adapter file.
+        model: that has the adapters.
+        config: of the run, with a ``lora`` section.
+
+    Raises:
+        ValueError: if ``out`` exists and is neither empty nor a model folder.
+    """
+    from safetensors.torch import save_file
+
+    names = [name for name, _ in lora_layers(model)]
+    described = peft_config(config.lora, names)
+    described.base_model_name_or_path, described.inference_mode = config.model.path, True
+    with _replaced_folder(Path(out)) as folder:
+        described.save_pretrained(folder)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def check_save_place(out: str | os.PathLike) -> None:
@@ -123,11 +183,15 @@ def check_save_place(out: str | os.PathLike) -> None:
         ValueError: if ``out`` exists and is neither empty nor a model folder, or lies below a file.
     """
     out = Path(out)
-    if out.exists() and not (out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))):
+    if out.exists() and not (out.is_dir() and (_is_model_folder(out) or not any(out.iterdir()))):
         raise ValueError(f"{str(out)!r} exists and is not a model folder; choose another place to save to")
     blocking = next((parent for parent in out.parents if parent.exists()), Path())
     if not blocking.is_dir():
         raise ValueError(f"cannot save to {str(out)!r}: {str(blocking)!r} is a file, not a folder")
+
+
+def _is_model_folder(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 @contextmanager

@@ -7,18 +7,21 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import nn
 
 _INDEX = "model.safetensors.index.json"
 # Weights in whatever format: those of the model are written anew, others would be stale.
 _WEIGHT_FILES = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
-def write_into_source(model: nn.Module, source: Path, out: Path) -> None:
+def write_into_source(tensors: dict[str, torch.Tensor], tied: set[str], source: Path, out: Path) -> None:
     """Copy ``source`` to the empty folder ``out`` with the tensors that training changed replaced.
 
     A tensor is unchanged, and kept bit for bit, if the source's value cast to the model's dtype is the model's value.
     Goes file by file, so memory holds one weight file besides the model.
+
+    Args:
+        tensors: of the model, by name.
+        tied: names that the source may lack because another tensor stands for them.
 
     Raises:
         ValueError: if the source has no safetensors weights, or lacks a tensor of the model.
@@ -26,15 +29,15 @@ def write_into_source(model: nn.Module, source: Path, out: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    ours = _source_names(model, source)
+    ours = _by_source_name(tensors, tied, source)
     ignored = shutil.ignore_patterns(*_WEIGHT_FILES, ".*")
     shutil.copytree(source, out, ignore=ignored, dirs_exist_ok=True)
     if (source / _INDEX).is_file():
         shutil.copy2(source / _INDEX, out / _INDEX)
     for file in _weight_files(source):
         with safe_open(file, framework="pt") as opened:
-            tensors = {name: _trained(opened.get_tensor(name), ours.get(name), name) for name in opened.keys()}
-            save_file(tensors, out / file.name, metadata=opened.metadata())
+            written = {name: _trained(opened.get_tensor(name), ours.get(name), name) for name in opened.keys()}
+            save_file(written, out / file.name, metadata=opened.metadata())
 
 
 def _weight_files(source: Path) -> list[Path]:
@@ -46,7 +49,20 @@ def _weight_files(source: Path) -> list[Path]:
     raise ValueError(f"the folder {str(source)!r} has no safetensors weights (model.safetensors or {_INDEX})")
 
 
-def _source_names(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
+def read_from_source(tensors: dict[str, torch.Tensor], source: Path) -> dict[str, torch.Tensor]:
+    """Values in the source, in its dtype, of some of the model's tensors."""
+    from safetensors import safe_open
+
+    wanted = {id(tensor): name for name, tensor in tensors.items()}
+    names = {there: wanted[id(tensor)] for there, tensor in _by_source_name(tensors, set(), source).items()}
+    found = {}
+    for file in _weight_files(source) if names else ():
+        with safe_open(file, framework="pt") as opened:
+            found |= {names[name]: opened.get_tensor(name) for name in opened.keys() if name in names}
+    return found
+
+
+def _by_source_name(tensors: dict[str, torch.Tensor], tied: set[str], source: Path) -> dict[str, torch.Tensor]:
     """The model's tensors under the names that they have in the source."""
     from safetensors import safe_open
 
@@ -55,13 +71,12 @@ def _source_names(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as opened:
             there.update(opened.keys())
     found, lacking = {}, []
-    tied = set(getattr(model, "all_tied_weights_keys", ()) or ())
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         # A folder with a vision tower holds the text part one level further down.
         candidates = (name, name.replace("model.", "model.language_model.", 1))
         match = next((candidate for candidate in candidates if candidate in there), None)
         if match is not None:
-            found[match] = tensor.detach()
+            found[match] = tensor
         elif name not in tied:
             lacking.append(name)
     if lacking:
@@ -74,5 +89,5 @@ def _trained(old: torch.Tensor, new: torch.Tensor | None, name: str) -> torch.Te
         return old
     if new.shape != old.shape:
         raise ValueError(f"{name} has shape {list(new.shape)}, but {list(old.shape)} in the source folder")
-    new = new.cpu()
+    new = new.detach().cpu()
     return old if torch.equal(old.to(new.dtype), new) else new.to(old.dtype).contiguous()

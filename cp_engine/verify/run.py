@@ -95,7 +95,7 @@ class _Collector:
         self.seen = np.zeros(len(step.flat.token))
         self.loss = self.edges = self.high = self.low = 0.0
 
-    def add(self, placed: PlacedPack, plan: ShardPlan, result: PackLoss, plan_seconds: float) -> None:
+    def add(self, placed: PlacedPack, plan: ShardPlan, result: PackLoss, *seconds: float) -> None:
         index = self.step.occurrence_index(placed.pack, plan)
         self.log_prob[index] = result.log_prob.double().cpu().numpy()
         self.seen[index] += 1
@@ -151,7 +151,7 @@ def run_flat(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> F
         make_cpu_runnable(model)
         units = spread_units(loss_units(step, config.loss), np.diff(step.flat.row_start), ranks.world)[ranks.rank]
         log_prob, loss = run_units(model, step, units, config.loss, drawn, ranks.device)
-        sum_gradients(model, ranks)
+        sum_gradients(model.parameters(), ranks)
     log_prob, loss = _sum(log_prob, ranks), float(_sum(np.array([loss]), ranks)[0])
     return FlatRun(
         step=_with_values(step, drawn, log_prob),

@@ -43,8 +43,8 @@ def _summed():
     # The bias has no gradient on any rank but rank 1.
     if ranks.rank == 1:
         model.bias.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    sum_gradients(model, ranks)
-    norm = clip_gradients(model, 1.0)
+    sum_gradients(model.parameters(), ranks)
+    norm = clip_gradients(model.parameters(), 1.0)
     return model.weight.grad.tolist(), model.bias.grad.tolist(), norm
 
 

@@ -136,7 +136,7 @@ def test_saving_over_a_model_replaces_it_and_a_failure_leaves_it(tmp_path, monke
     save_model(model, out, source=out)  # into the folder it came from
     assert torch.equal(load_model(out, torch.float32).lm_head.weight, model.lm_head.weight)
 
-    def full_disk(folder):
+    def full_disk(folder, state_dict):
         (folder / "config.json").write_text("half")
         raise OSError("no space left")
 

@@ -1,0 +1,80 @@
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): weights, gradients and optimizer states sharded over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from cp_engine.config import EngineConfig, OptimizerConfig
+from cp_engine.distributed.gradients import sum_gradients
+from cp_engine.distributed.mesh import shard_mesh
+from cp_engine.distributed.model import TorchModel
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.models.tree_causal_lm import TreeCausalLM
+
+
+class Fsdp2Model(TorchModel):
+    """One unit a decoder layer; embedding, final norm and head in the root unit, gathered once a forward pass.
+
+    The root stays gathered from its forward to its backward pass, so it does not matter how often a rank calls the
+    head. With bfloat16 the shards are the float32 masters, gathered as bfloat16, and gradients are reduced in float32;
+    the parameters in ``whole`` stay float32 and whole on every rank, because a unit has one dtype.
+
+    Args:
+        tree: with parameters in host memory or on the device; they are moved one unit at a time.
+        whole: parameters that must not be cast.
+    """
+
+    def __init__(
+        self,
+        tree: TreeCausalLM,
+        whole: list[nn.Parameter],
+        engine: EngineConfig,
+        optimizer: OptimizerConfig,
+        ranks: Ranks,
+    ):
+        self.dtypes = {name: parameter.dtype for name, parameter in tree.causal_lm.named_parameters()}
+        low = torch.bfloat16 in self.dtypes.values()
+        for parameter in tree.parameters():
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()
+        for parameter in whole:
+            parameter.data = parameter.data.to(ranks.device)
+        policies = {
+            "mesh": shard_mesh(ranks, engine.shard == "node"),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if low else None,
+                reduce_dtype=torch.float32 if low else None,
+                cast_forward_inputs=False,
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+            if engine.offload == "cpu"
+            else OffloadPolicy(),
+            "ignored_params": set(whole),
+        }
+        for layer in tree.causal_lm.base_model.layers:
+            fully_shard(layer, reshard_after_forward=True, **policies)
+        fully_shard(tree, reshard_after_forward=False, **policies)
+        self.whole = [parameter for parameter in whole if parameter.requires_grad]
+        updated = {name: p for name, p in tree.causal_lm.named_parameters() if p.requires_grad}
+        super().__init__(tree, updated, optimizer, ranks)
+
+    def backward(self, loss, last):
+        # It averages over all ranks, and the loss of a step is a sum over them.
+        (loss * self.ranks.world).backward()
+        if last:
+            sum_gradients(self.whole, self.ranks)
+
+    def after_forward(self):
+        for module in self.tree.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def full_tensor(self, name, tensor):
+        self.after_forward()
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to(self.ranks.device).full_tensor()
+        return tensor.to(self.dtypes.get(name, tensor.dtype))

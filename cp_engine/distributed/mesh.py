@@ -1,0 +1,68 @@
+"""The (dp, cp) mesh of ranks: CP groups of neighbouring ranks share each pack, DP groups get different packs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cp_engine.distributed.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place on the mesh. Rank r is CP rank ``r % cp`` of DP rank ``r // cp``."""
+
+    everyone: Ranks
+    context: Ranks  # the ranks of this CP group
+    dp: int
+
+    @property
+    def cp(self) -> int:
+        return self.context.world
+
+    @property
+    def dp_rank(self) -> int:
+        return self.everyone.rank // self.cp
+
+
+def make_mesh(ranks: Ranks, dp: int, cp: int) -> Mesh:
+    """Lay ``ranks`` out on a mesh; every rank calls it.
+
+    Raises:
+        ValueError: when the number of ranks is not ``dp * cp``.
+    """
+    if dp * cp != ranks.world:
+        sizes = f"parallel.cp is {cp}" if dp == 1 else f"parallel.dp x parallel.cp is {dp} x {cp} = {dp * cp}"
+        raise ValueError(
+            f"{sizes} but {ranks.world} rank processes run: start {dp * cp} "
+            f"(torchrun --nproc-per-node {dp * cp} or --dp {dp} --cp {cp})"
+        )
+    if dp == 1:
+        return Mesh(ranks, ranks, dp)
+    group = None
+    if cp > 1:
+        mesh = init_device_mesh(ranks.device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
+        group = mesh.get_group("cp")
+    return Mesh(ranks, Ranks(ranks.rank % cp, cp, group, ranks.device), dp)
+
+
+def shard_mesh(ranks: Ranks, within_node: bool) -> DeviceMesh:
+    """The mesh over which parameters are sharded: all ranks, or (machines that replicate, ranks of a machine).
+
+    Raises:
+        ValueError: if machines run different numbers of ranks.
+    """
+    if not dist.is_initialized():  # a single rank without a launcher
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    per_node = ranks.per_node or ranks.world
+    if not within_node or per_node == ranks.world:
+        return init_device_mesh(ranks.device.type, (ranks.world,))
+    if ranks.world % per_node:
+        raise ValueError(
+            f"engine.shard: node needs equally many ranks on every machine; {ranks.world} ranks run, {per_node} of "
+            "them on this machine"
+        )
+    return init_device_mesh(ranks.device.type, (ranks.world // per_node, per_node), mesh_dim_names=("copies", "shards"))

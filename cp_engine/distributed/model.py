@@ -1,0 +1,137 @@
+"""What the training engine asks of whoever holds weights, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from cp_engine.config import OptimizerConfig
+from cp_engine.distributed.gradients import clip_gradients
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.models.tree_causal_lm import TreeCausalLM
+from cp_engine.pack import DevicePack
+
+
+class DistributedModel(ABC):
+    """A `TreeCausalLM` with its optimizer, spread over all ranks. Every method is called by every rank.
+
+    The loss is a sum over ranks, and gradients are its gradients whatever the library behind averages.
+    """
+
+    tree: TreeCausalLM
+
+    @abstractmethod
+    def __call__(self, pack: DevicePack, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """`TreeCausalLM.forward`."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Add the gradients of this rank's loss of one pack; ``last`` says that no pack of the step follows."""
+
+    @abstractmethod
+    def update(self, lr: float, max_norm: float | None) -> float:
+        """Clip the gradients, take an optimizer step and drop the gradients.
+
+        Returns:
+            the norm before clipping. If it is not finite, the weights and optimizer states are as they were.
+        """
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop the gradients of a step that was not finished."""
+
+    def after_forward(self) -> None:  # noqa: B027 - nothing to do for most
+        """Free what a forward pass without a backward pass leaves."""
+
+    @abstractmethod
+    def full_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer of ``tree.causal_lm`` as a whole, in the dtype that the model computes with."""
+
+    @abstractmethod
+    def save_state(self, folder: Path) -> None:
+        """Write trained weights and optimizer states: one format, whatever the engine and the number of ranks."""
+
+    @abstractmethod
+    def load_state(self, folder: Path) -> None:
+        """Read what `save_state` wrote."""
+
+
+def make_optimizer(parameters, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
+    """The configured optimizer for parameters or parameter groups."""
+    if optimizer.name == "sgd":
+        return torch.optim.SGD(parameters, lr=optimizer.lr, weight_decay=optimizer.weight_decay)
+    return torch.optim.AdamW(
+        parameters,
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class TorchModel(DistributedModel):
+    """Shared by the engines that update tensors with torch's own optimizers.
+
+    Args:
+        updated: name and tensor that the optimizer updates, for each trained parameter.
+    """
+
+    def __init__(self, tree: TreeCausalLM, updated: dict[str, nn.Parameter], optimizer: OptimizerConfig, ranks: Ranks):
+        self.tree, self.updated, self.ranks = tree, updated, ranks
+        # Sharded and whole tensors cannot share the optimizer's fused loops.
+        by_kind: dict[type, list[nn.Parameter]] = {}
+        for parameter in updated.values():
+            by_kind.setdefault(type(parameter.data), []).append(parameter)
+        self.optimizer = make_optimizer([{"params": group} for group in by_kind.values()], optimizer)
+
+    def __call__(self, pack, temperature=1.0):
+        return self.tree(pack, temperature=temperature)
+
+    def update(self, lr, max_norm):
+        norm = clip_gradients(self.updated.values(), max_norm)
+        if norm - norm == 0.0:  # finite; the same on every rank, since gradients are summed
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
+            self.after_update()
+        self.zero_grad()
+        return norm
+
+    def after_update(self) -> None:  # noqa: B027
+        """Bring the model's weights up to date."""
+
+    def zero_grad(self):
+        for parameter in self.updated.values():
+            parameter.grad = None
+
+    def save_state(self, folder):
+        dcp.save(dict(self._state()), checkpoint_id=folder, no_dist=self.ranks.group is None)
+
+    def load_state(self, folder):
+        if self.optimizer_keys:
+            for parameter in self.updated.values():
+                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        dcp.load(dict(self._state()), checkpoint_id=folder, no_dist=self.ranks.group is None)
+        self.after_update()
+
+    @property
+    def optimizer_keys(self) -> bool:
+        """Whether the optimizer has states."""
+        return isinstance(self.optimizer, torch.optim.AdamW)
+
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of a checkpoint, read and written in place."""
+        for name, parameter in self.updated.items():
+            yield f"weight.{name}", parameter.data
+            for key, value in self.optimizer.state[parameter].items():
+                yield f"{key}.{name}", value

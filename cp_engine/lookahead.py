@@ -1,0 +1,93 @@
+"""Plans made ahead of their use, on a CPU thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from cp_engine.distributed.mesh import Mesh
+from cp_engine.placement import PlacedPack
+from cp_engine.rollouts import Rollout
+from cp_engine.sharding.packing import Pack, deal_packs
+from cp_engine.sharding.plan import ShardPlan
+from cp_engine.step import StepData
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPack:
+    """A pack that is ready to run on this rank."""
+
+    pack: Pack
+    placed: PlacedPack
+    plan: ShardPlan
+    seconds: float  # that planning took
+    waited: float = 0.0  # seconds that the step waited for it
+
+
+class Lookahead:
+    """Plans the next pack of this rank's DP group while the present one runs.
+
+    One thread, so plans are made in order. What it raises is raised where its result is asked for.
+
+    Args:
+        prepare: the rollouts of a step to its data.
+        plan: a pack to its placement and this rank's plan.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Sequence[Rollout]], StepData],
+        plan: Callable[[Pack], tuple[PlacedPack, ShardPlan]],
+        mesh: Mesh,
+    ):
+        self._prepare, self._plan, self._mesh = prepare, plan, mesh
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
+        self._begun: tuple[Sequence[Rollout], Future] | None = None  # a step that comes next
+        self._ready: tuple[StepData, PlannedPack] | None = None  # a prepared step and its first pack
+
+    def begin(self, rollouts: Sequence[Rollout]) -> None:
+        """Prepare a step that comes next, and plan its first pack."""
+
+        def work() -> tuple[StepData, PlannedPack]:
+            step = self._prepare(rollouts)
+            return step, self._timed(self._own_packs(step)[0])
+
+        self._begun = rollouts, self._thread.submit(work)
+
+    def step(self, rollouts: Sequence[Rollout]) -> StepData:
+        """The step of these rollouts: the one that was begun if they are the same object, else prepared now."""
+        begun, self._begun, self._ready = self._begun, None, None
+        if begun is None or begun[0] is not rollouts:
+            return self._prepare(rollouts)
+        self._ready = begun[1].result()
+        return self._ready[0]
+
+    def planned(self, step: StepData, then: Callable[[], None] | None = None) -> Iterator[PlannedPack]:
+        """The packs of this rank's DP group, each planned while the one before it runs.
+
+        Args:
+            then: called once the last one is planned.
+        """
+        packs = self._own_packs(step)
+        ready, self._ready = self._ready, None
+        planned = ready[1] if ready is not None and ready[0] is step else self._timed(packs[0])
+        waited = 0.0 if ready is not None and ready[0] is step else planned.seconds
+        for following in [*packs[1:], None]:
+            future = None if following is None else self._thread.submit(self._timed, following)
+            if future is None and then is not None:
+                then()
+            yield replace(planned, waited=waited)
+            if future is not None:
+                started = time.perf_counter()
+                planned = future.result()
+                waited = time.perf_counter() - started
+
+    def _own_packs(self, step: StepData) -> list[Pack]:
+        return deal_packs(step.packs, self._mesh.dp)[self._mesh.dp_rank]
+
+    def _timed(self, pack: Pack) -> PlannedPack:
+        started = time.perf_counter()
+        placed, plan = self._plan(pack)
+        return PlannedPack(pack, placed, plan, time.perf_counter() - started)

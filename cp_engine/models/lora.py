@@ -1,0 +1,91 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) through `peft`, on modules that are called as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from cp_engine.config import LoraSection
+
+
+def add_lora(causal_lm: nn.Module, lora: LoraSection, seed: int) -> None:
+    """Freeze a causal LM and give its targets adapters, in place; the same on every rank for a seed.
+
+    Raises:
+        ValueError: if `peft` is not installed, or a target is no linear module, is tied to another weight, or is not
+            in the model.
+    """
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("lora needs the package peft: pip install 'cp-engine[lora]'") from error
+    names = lora_targets(causal_lm, lora.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(peft_config(lora, names), causal_lm)
+
+
+def peft_config(lora: LoraSection, names: list[str]):
+    """The adapters as a `peft` configuration."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,  # a shared token would be dropped differently in each rollout
+        bias="none",
+        target_modules=names,
+        task_type="CAUSAL_LM",
+    )
+
+
+def lora_targets(causal_lm: nn.Module, targets: tuple[str, ...] | str) -> list[str]:
+    """Full names of the modules that targets name by their last part; all linear ones of the layers for all-linear.
+
+    An adapter lives in its module's forward, so only modules that are called as such can have one. The tree layers
+    read the convolution, the decays and the embedding by their weights.
+
+    Raises:
+        ValueError: as `add_lora`.
+    """
+    linear = {name: module for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)}
+    head = causal_lm.get_output_embeddings()
+    if targets == "all-linear":
+        return [name for name, module in linear.items() if module is not head]
+    chosen = []
+    for target in targets:
+        found = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not found:
+            raise _refusal(causal_lm, target, linear)
+        if any(linear[name] is head for name in found) and head.weight is causal_lm.get_input_embeddings().weight:
+            raise ValueError(
+                f"lora.targets: {target!r} is tied to the embedding, so an adapter on it could not be merged; leave it "
+                "out"
+            )
+        chosen += found
+    return list(dict.fromkeys(chosen))
+
+
+def _refusal(causal_lm: nn.Module, target: str, linear: dict[str, nn.Module]) -> ValueError:
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+    others = [*causal_lm.named_modules(), *causal_lm.named_parameters()]
+    other = next((value for name, value in others if name == target or name.endswith(f".{target}")), None)
+    if other is None:
+        return ValueError(f"lora.targets: the model has no module {target!r}; its linear modules are {known}")
+    kind = "a parameter" if isinstance(other, nn.Parameter) else f"a {type(other).__name__}"
+    return ValueError(
+        f"lora.targets: {target!r} is {kind}, not a linear module; the layers read its weight, which an adapter would "
+        f"not change. Choose from {known}"
+    )
+
+
+def lora_layers(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules that have an adapter."""
+    return ((name, module) for name, module in causal_lm.named_modules() if hasattr(module, "lora_A"))
+
+
+def adapter_name(parameter: str) -> str:
+    """Name in a `peft` adapter file of an adapter's parameter."""
+    return "base_model.model." + parameter.replace(".default.", ".")

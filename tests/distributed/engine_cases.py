@@ -1,0 +1,74 @@
+"""Runs of the training engine on a mesh of ranks, for the tests of engines, and their flat oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from cp_engine.config import Config
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.engine import Engine
+from cp_engine.models.precision import keep_float64
+from cp_engine.rollouts import Rollout, read_rollouts
+from cp_engine.verify.run import FlatRun, VerifyOptions, run_flat
+
+SAMPLE = Path(__file__).parent.parent.parent / "launch" / "data" / "sample.jsonl"
+# Three packs of uneven size, so that two and four DP groups get empty ones.
+ROLLOUTS, PACK_TOKENS = 10, 90
+
+
+def this_rank(per_node: int | None = None) -> Ranks:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks(0, 1, None, torch.device("cpu"), per_node)
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"), per_node)
+
+
+def sample() -> list[Rollout]:
+    return read_rollouts(SAMPLE, limit=ROLLOUTS)
+
+
+def options(**fields) -> VerifyOptions:
+    return VerifyOptions(**({"model": "tiny-qwen3.5", "loss": "grpo", "max_pack_tokens": PACK_TOKENS} | fields))
+
+
+def flat_oracle(**fields) -> FlatRun:
+    return run_flat(sample(), options(**fields), Ranks(0, 1, None, torch.device("cpu")))
+
+
+def case_config(flat: FlatRun, fields: dict, sections: dict) -> Config:
+    base = options(**fields).config(1, flat.vocab_size).model_dump()
+    return Config.model_validate(base | sections)
+
+
+def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Every trained parameter's gradient; collective."""
+    found = {}
+    for name, parameter in engine.model.causal_lm.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+def gradients(flat: FlatRun, fields: dict, sections: dict, per_node: int | None = None):
+    """Loss of the step (this rank's part), number of empty packs, and all gradients, on a mesh."""
+    ranks = this_rank(per_node)
+    with keep_float64():
+        engine = Engine(case_config(flat, fields, sections), ranks)
+        meter = _Losses()
+        engine.accumulate_gradients(flat.step, meter)
+    return meter.loss, meter.empty, whole_gradients(engine)
+
+
+class _Losses:
+    """Takes the place of the step meter."""
+
+    def __init__(self):
+        self.loss, self.empty = 0.0, 0
+
+    def add(self, placed, plan, result, *seconds):
+        self.loss += float(result.loss.detach())
+        self.empty += not placed.pack.tokens
