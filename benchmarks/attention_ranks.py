@@ -71,7 +71,7 @@ class Layer:
     def moved_mib(self) -> float:
         workload = self.problem.workload
         heads = workload.query_heads, workload.kv_heads
-        return moved_mib(self.plan, heads, workload.size, self.q.element_size(), dist.get_rank())
+        return moved_mib(self.plan, dist.get_rank(), heads, workload.size, self.q.dtype)
 
     def error(self) -> float | None:
         """As `Problem.error`, over the rows of all ranks; equal on all ranks."""

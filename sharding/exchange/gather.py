@@ -204,18 +204,18 @@ def gather_backward(
                 take_rows(part, tables.local_keys, total[: len(tables.local_keys), group.kv])
         returning.append(home.start(index))
         if fetches and index:
-            _add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
+            add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
     if fetches:
-        _add_home(dk, dv, tables, groups[-1], returning[-1])
+        add_home(dk, dv, tables, groups[-1], returning[-1])
         return dq, dk, dv
     dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals)
     fetch.finish()
     for group, arrival in zip(groups, returning, strict=True):
-        _add_home(dk, dv, tables, group, arrival)
+        add_home(dk, dv, tables, group, arrival)
     return dq, dk, dv
 
 
-def _add_home(dk: torch.Tensor, dv: torch.Tensor, tables: GatherTables, group: _Group, arrival: Arrival) -> None:
+def add_home(dk: torch.Tensor, dv: torch.Tensor, tables: GatherTables, group: _Group, arrival: Arrival) -> None:
     """Add the gradients of a group that come home, peers in rank order."""
     home, counts = arrival.wait(), tables.moves.send_counts
     for rows, part in zip(tables.send_rows.split(counts), home.split(counts), strict=True):

@@ -200,7 +200,7 @@ def rank_dropped_return(case: Case) -> dict[str, float]:
     """The exchange runs, so that no rank hangs, but what comes home is thrown away."""
 
     with (
-        mock.patch.object(gather, "_add_home", lambda *arguments: arguments[-1].wait()),
+        mock.patch.object(gather, "add_home", lambda *arguments: arguments[-1].wait()),
         mock.patch.object(ring, "add_home", lambda *arguments: arguments[-1].wait()),
     ):
         return case_errors(case)
