@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import attention_ranks, clock
-from benchmarks.attention_layouts import LAYOUTS
+from benchmarks.attention_layouts import LAYOUTS, place, predicted_ms
 from benchmarks.attention_problem import Problem, make_problem, right
 from benchmarks.attention_rivals import FLAT, METHODS, OURS, RIVALS
 from benchmarks.attention_workloads import DATA, WORKLOADS
@@ -28,7 +28,8 @@ from benchmarks.record import RESULTS, append, stamp
 from cp_engine.sharding.attention_plan import EXCHANGES
 
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend", "flash-attn-4")
-COLUMNS = ("fwd_ms", "bwd_ms", "tflops_fwd", "tflops_bwd", "vs_flat", "vs_best", "max_err", "peak_gib", "seconds")
+COLUMNS = ("fwd_ms", "bwd_ms", "tflops_fwd", "tflops_bwd", "vs_flat", "vs_best", "max_err", "peak_gib")
+COLUMNS += ("predicted_ms", "seconds")
 
 
 def measure(name: str, method: str, problem: Problem) -> dict:
@@ -106,6 +107,10 @@ def run_workload(name: str, methods: list[str], data: Path, device: torch.device
             print(f"  {method:<10}  {shown}", flush=True)
         clock.release(device)
     compare(records)
+    alone = place("contiguous", problem.forest, 1, problem.workload)
+    predicted = predicted_ms(alone, problem.workload)["gather"]
+    for record in records:
+        record["predicted_ms"] = predicted if record["method"] in OURS else None
     print_table(records, ("method", *COLUMNS))
     return records
 

@@ -44,6 +44,18 @@ PACKING = """Packs of at most 32,768 tree tokens, shared over the batch. Packs a
 budget, were no ancestor replayed. Median of repeats on one core.
 """
 
+ATTENTION = """Forward and backward of one layer's attention in bf16, medians in ms. TFLOP/s count visible pairs only,
+of one GPU. vs flat: how many times faster than the fastest method that computes every rollout on its own; the pair
+ratio is what sharing saves in pairs. vs rival: time over that of the fastest method that is not ours. Neither is shown
+where outputs differ from the float32 reference. Error: largest relative one of out, dq, dk, dv, and of any segment's
+rows of out and dv. Predicted: by the planner's cost model.
+"""
+
+SEVERAL = """Times of the slowest rank. Exposed: over the time of the same calls with all rows present. Moved:
+MiB that the busiest rank sends or receives. Efficiency: pairs a GPU and second over those of one GPU that has a share
+of the pairs to itself.
+"""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -126,6 +138,43 @@ def packing(records: list[dict]) -> str:
     return text + f"\nThe {len(alone)} sets one after the other: {sum(alone):.0f} ms.\n"
 
 
+def attention(records: list[dict]) -> str:
+    alone = [r for r in records if r["gpus"] == 1]
+    text = ""
+    for workload in dict.fromkeys(r["workload"] for r in alone):
+        mine = [r for r in alone if r["workload"] == workload]
+        text += f"\n### {workload}: {mine[0]['tokens']:,} tokens, pair ratio {mine[0]['pair_ratio']:.2f}\n\n"
+        text += _attention_table(mine, ("method",), ("vs_flat", "vs_best", "max_err", "peak_gib", "predicted_ms"))
+    several = [r for r in records if r["gpus"] > 1]
+    if several:
+        text += f"\n### Several GPUs\n\n{SEVERAL}\n"
+        about = ("workload", "gpus", "tokens", "layout", "exchange", "method")
+        figures = ("exposed_ms", "moved_mib", "efficiency", "max_err", "peak_gib", "predicted_ms")
+        text += _attention_table(several, about, figures)
+    return text.lstrip("\n")
+
+
+ATTENTION_HEADS = {
+    "vs_flat": "vs flat",
+    "vs_best": "vs rival",
+    "max_err": "error",
+    "peak_gib": "peak GiB",
+    "predicted_ms": "predicted",
+    "exposed_ms": "exposed",
+    "moved_mib": "moved MiB",
+}
+
+
+def _attention_table(records: list[dict], about: tuple[str, ...], figures: tuple[str, ...]) -> str:
+    head = [*about, "forward", "backward", "both", "TFLOP/s", *(ATTENTION_HEADS.get(key, key) for key in figures)]
+    rows = []
+    for r in records:
+        times = [f"{ms:.2f}" for ms in (r["fwd_ms"], r["bwd_ms"], r["fwd_ms"] + r["bwd_ms"])]
+        rates = f"{r['tflops_fwd']:.0f} / {r['tflops_bwd']:.0f}"
+        rows.append([*(_cell(r[key]) for key in about), *times, rates, *(_cell(r.get(key)) for key in figures)])
+    return table(head, rows)
+
+
 def every_column(records: list[dict]) -> str:
     columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
     columns = [k for k in columns if any(r.get(k) is not None for r in records)]
@@ -145,6 +194,7 @@ SECTIONS = {
     "planner-time": Section("Time to plan", TIMES, times),
     "packing": Section("Packing", PACKING, packing),
     "forest": Section("Building the forests of the seven sets", "Median of repeats on one core.\n", every_column),
+    "attention": Section("Attention", ATTENTION, attention),
 }
 
 

@@ -167,8 +167,8 @@ def test_records_are_json_lines_in_the_file_asked_for(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line["commit"] for line in lines] == ["abc", "abd"]
     wanted = "bench workload method exchange layout gpus tokens fwd_ms bwd_ms tflops_fwd tflops_bwd vs_flat vs_best"
-    wanted += " max_err peak_gib moved_mib exposed_ms pair_ratio seconds commit"
-    assert set(lines[0]) == set(wanted.split())
+    wanted += " max_err peak_gib moved_mib exposed_ms pair_ratio predicted_ms seconds commit"
+    assert set(lines[0]) == set(wanted.split()) and lines[0]["predicted_ms"] > 0
     arguments = attention.arguments_of(["--record", "--results", str(tmp_path / "rows.jsonl")])
     assert arguments.results == tmp_path / "rows.jsonl" and set(arguments.methods) == set(METHODS)
     assert {"flex_fa4", "flex_tuned", "fa4"} <= set(arguments.methods)

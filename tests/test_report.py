@@ -12,9 +12,9 @@ STAMPED = {
 
 
 def test_a_bench_without_a_writer_gets_all_its_columns():
-    one = {"bench": "attention", "workload": "game24", "method": "ours", "fwd_ms": 1.23456, "gpus": 2, "none": None}
+    one = {"bench": "newest", "workload": "game24", "method": "ours", "fwd_ms": 1.23456, "gpus": 2, "none": None}
     text = page([one | STAMPED, one | {"fwd_ms": 2.0} | STAMPED, one | {"method": "other"} | STAMPED])
-    assert "## Attention" in text and "| workload | method | fwd_ms | gpus |" in text
+    assert "## Newest" in text and "| workload | method | fwd_ms | gpus |" in text
     assert "| game24 | ours | 2 | 2 |" in text and "| game24 | other | 1.235 | 2 |" in text  # repeated: the last counts
     assert text.count("commit abc, a card, python 3: `python -m x`") == 1
 
@@ -29,3 +29,17 @@ def test_layouts_over_a_bar_are_listed_below_their_table():
     assert "| m | toy | 2 | 3 | 0 | 1.0000 | 2 (1.00) |" in text
     assert "3 layouts; 1 break a limit" in text
     assert "- m, toy, P 2, pack 0: pairs\n- m, toy, P 2, pack 1: rows\n" in text
+
+
+def test_attention_has_a_table_a_workload_and_one_of_several_gpus():
+    figures = {"fwd_ms": 5.0, "bwd_ms": 16.5, "tflops_fwd": 250.4, "tflops_bwd": 223.8, "max_err": 0.0025}
+    figures |= {"peak_gib": 31.7, "vs_best": 0.58, "tokens": 196818, "pair_ratio": 11.05, "bench": "attention"}
+    one = figures | {"workload": "game24", "method": "auto", "gpus": 1, "vs_flat": None} | STAMPED
+    two = figures | {"workload": "art", "method": "auto", "gpus": 2, "layout": "spread", "exchange": "gather"}
+    two |= {"exposed_ms": 0.31, "moved_mib": 120.5, "efficiency": 0.97, "predicted_ms": 15.4} | STAMPED
+    text = page([one, one | {"method": "flex", "fwd_ms": 10.0}, two, two | {"exchange": "ring", "efficiency": None}])
+    assert "### game24: 196,818 tokens, pair ratio 11.05\n" in text
+    assert "| auto | 5.00 | 16.50 | 21.50 | 250 / 224 | – | 0.58 | 0.0025 | 31.7 | – |" in text
+    assert "| flex | 10.00 | 16.50 | 26.50 |" in text
+    row = "| art | 2 | 196,818 | spread | gather | auto | 5.00 | 16.50 | 21.50 | 250 / 224 | 0.31 | 120.5 | 0.97 |"
+    assert row in text and text.count("### Several GPUs") == 1 and "| ring | auto |" in text
