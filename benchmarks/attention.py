@@ -26,6 +26,7 @@ from benchmarks.attention_rivals import FLAT, METHODS, OURS, RIVALS
 from benchmarks.attention_workloads import DATA, WORKLOADS
 from benchmarks.record import RESULTS, append, stamp
 from cp_engine.sharding.attention_plan import EXCHANGES
+from cp_engine.sharding.exchange.transport import TRANSPORTS
 
 PACKAGES = ("torch", "triton", "nvidia-cudnn-frontend", "flash-attn-4")
 COLUMNS = ("fwd_ms", "bwd_ms", "tflops_fwd", "tflops_bwd", "vs_flat", "vs_best", "max_err", "peak_gib")
@@ -134,6 +135,8 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="on several GPUs")
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="on several GPUs")
     parser.add_argument("--backend", choices=OURS, default="auto", help="on several GPUs")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="on several GPUs")
+    parser.add_argument("--head-groups", type=int, help="of `gather`; by default what it chooses")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real sets (holds tokens/)")
     parser.add_argument("--record", action="store_true", help="append to the file of results, workload by workload")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where --record appends")

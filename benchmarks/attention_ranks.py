@@ -23,14 +23,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import clock
-from benchmarks.attention_exchange import moved_mib, rows_present
+from benchmarks.attention_exchange import rows_present
 from benchmarks.attention_layouts import place, predicted_ms
 from benchmarks.attention_problem import NAMES, Problem, make_problem, right
 from benchmarks.attention_workloads import WORKLOADS, Workload, one_gpu_forest, workload_forest
 from cp_engine.kernels.attention import attention, attention_backward
-from cp_engine.layers.attention import attention_tables, tree_attention
+from cp_engine.layers.attention import attention_tables, moved_bytes, tree_attention
 from cp_engine.prediction import Placement
 from cp_engine.sharding.attention_plan import attention_plan
+from cp_engine.sharding.exchange.transport import transport_for
 
 REPEATS, WARM_UPS = 5, 2
 COLUMNS = ("layout", "exchange", "fwd_ms", "bwd_ms", "layer_ms", "exposed_ms", "moved_mib", "efficiency")
@@ -48,10 +49,12 @@ class Times:
 class Layer:
     """This rank's part of one attention layer."""
 
-    def __init__(self, problem: Problem, placement: Placement, exchange: str, backend: str):
-        self.problem, self.backend, rank = problem, backend, dist.get_rank()
+    def __init__(self, problem: Problem, placement: Placement, exchange: str, options: argparse.Namespace):
+        self.problem, self.backend, rank = problem, options.backend, dist.get_rank()
         self.plan = attention_plan(placement.forest, placement.layout, rank, exchange)
-        self.tables = attention_tables(self.plan, rank, problem.device)
+        self.tables = attention_tables(
+            self.plan, rank, problem.device, transport=options.transport, head_groups=options.head_groups
+        )
         self.tokens = torch.as_tensor(placement.layout.rank_tokens(rank), device=problem.device)
         rows = (self._local(x) for x in (problem.q, problem.k, problem.v, problem.dout))
         self.q, self.k, self.v, self.dout = rows
@@ -69,9 +72,10 @@ class Layer:
         self.grads = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout)
 
     def moved_mib(self) -> float:
-        workload = self.problem.workload
-        heads = workload.query_heads, workload.kv_heads
-        return moved_mib(self.plan, dist.get_rank(), heads, workload.size, self.q.dtype)
+        """What this rank sends or receives, whichever is more, in forward and backward."""
+        w = self.problem.workload
+        moved = moved_bytes(self.plan, dist.get_rank(), w.query_heads, w.kv_heads, w.size, self.q.dtype)
+        return max(moved.forward_out + moved.backward_out, moved.forward_in + moved.backward_in) / 2**20
 
     def error(self) -> float | None:
         """As `Problem.error`, over the rows of all ranks; equal on all ranks."""
@@ -121,14 +125,15 @@ def one_gpu_rate(workload: Workload, forest, backend: str, device, dtype) -> flo
     return float(rate)
 
 
-def measure(problem: Problem, placement: Placement, exchange: str, backend: str, alone: float) -> dict:
+def measure(problem: Problem, placement: Placement, exchange: str, options: argparse.Namespace, alone: float) -> dict:
     """What one exchange shows under one layout, the same on all ranks. Every rank must call it.
 
     Args:
+        options: backend, transport and head groups, as on the command line.
         alone: pairs a ms of one GPU.
     """
     began = time.perf_counter()
-    layer = Layer(problem, placement, exchange, backend)
+    layer = Layer(problem, placement, exchange, options)
     layer.forward()
     layer.backward()
     error = layer.error()
@@ -163,9 +168,10 @@ def run_workload(name: str, arguments: argparse.Namespace, device: torch.device,
     began = time.perf_counter()
     forest = workload_forest(workload.tree, world, arguments.data)
     share = one_gpu_forest(workload.tree, world, arguments.data)
+    transport = transport_for(dist.group.WORLD, device, arguments.transport).name
     alone = one_gpu_rate(workload, share, arguments.backend, device, dtype)
     flops = 14 * alone * workload.query_heads * workload.size / 1e9
-    say(f"{name}: {forest.tokens:,} tokens on {world} GPUs, {workload}")
+    say(f"{name}: {forest.tokens:,} tokens on {world} GPUs, {workload}, transport {transport}")
     say(f"  one GPU, {share.tokens:,} tokens: {flops:.0f} TFLOP/s, {time.perf_counter() - began:.1f} s")
     records, problem = [], None
     for layout in arguments.layouts:
@@ -176,13 +182,14 @@ def run_workload(name: str, arguments: argparse.Namespace, device: torch.device,
         predicted = predicted_ms(placement, workload)
         for exchange in arguments.exchanges:
             try:
-                found = measure(problem, placement, exchange, arguments.backend, alone)
+                found = measure(problem, placement, exchange, arguments, alone)
             except (ValueError, torch.OutOfMemoryError) as error:
                 # What an exchange refuses, it refuses on all ranks.
                 say(f"  {layout:<10}  {exchange:<8}  {type(error).__name__}: {str(error).splitlines()[0][:200]}")
                 continue
             about = {"bench": "attention", "workload": name, "method": arguments.backend, "exchange": exchange}
-            about |= {"layout": layout, "gpus": world, "tokens": forest.tokens}
+            about |= {"layout": layout, "gpus": world, "tokens": forest.tokens, "transport": transport}
+            about |= {"head_groups": arguments.head_groups}
             about |= {"pieces": int(placement.figures.pieces.max()), "predicted_ms": predicted.get(exchange)}
             records.append(about | found)
             shown = "  ".join(f"{key} {records[-1][key]}" for key in COLUMNS[2:])

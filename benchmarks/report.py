@@ -16,7 +16,18 @@ from benchmarks.record import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 STAMP = ("commit", "versions", "card", "command", "date")
-CASE = ("bench", "workload", "model", "method", "exchange", "layout", "gpus", "P")  # what a record is about
+CASE = (
+    "bench",
+    "workload",
+    "model",
+    "method",
+    "exchange",
+    "layout",
+    "gpus",
+    "P",
+    "transport",
+    "head_groups",
+)  # what a record is about
 RIVALS = ("contiguous", "zigzag", "snake", "chord")
 
 HEAD = """# Benchmarks
@@ -148,7 +159,7 @@ def attention(records: list[dict]) -> str:
     several = [r for r in records if r["gpus"] > 1]
     if several:
         text += f"\n### Several GPUs\n\n{SEVERAL}\n"
-        about = ("workload", "gpus", "tokens", "layout", "exchange", "method")
+        about = ("workload", "gpus", "tokens", "layout", "exchange", "transport", "method")
         figures = ("exposed_ms", "moved_mib", "efficiency", "max_err", "peak_gib", "predicted_ms")
         text += _attention_table(several, about, figures)
     return text.lstrip("\n")

@@ -21,12 +21,12 @@ TINY = {"toy": (2, 90, [30, 50, 9])}
 EXCHANGES = ("gather", "ring", "ulysses")
 
 
+def drop(*arguments) -> None:
+    arguments[-1].wait()
+
+
 def rank_records(layouts: list[str], dropped: bool = False) -> list[dict]:
     """Every rank's records of the toy workload; ``dropped``: gradients of fetched rows never come home."""
-
-    def drop(dk, dv, tables, group, arrival):
-        arrival.wait()
-
     arguments = attention.arguments_of(["--layouts", *layouts])
     workload_forest.cache_clear()
     with (
@@ -47,7 +47,7 @@ def test_every_layout_and_exchange_is_measured_and_right():
     records = by_rank[0]
     assert {(r["layout"], r["exchange"]) for r in records} == {(a, b) for a in LAYOUTS for b in EXCHANGES}
     for r in records:
-        assert (r["gpus"], r["tokens"], r["method"]) == (2, 716, "auto")
+        assert (r["gpus"], r["tokens"], r["method"], r["transport"]) == (2, 716, "auto", "collective")
         assert r["max_err"] < 1e-5 and 0 < r["efficiency"], r
         assert r["layer_ms"] == pytest.approx(r["fwd_ms"] + r["bwd_ms"], abs=2e-3)
         assert r["predicted_ms"] > 0 and r["exposed_ms"] < r["layer_ms"]

@@ -36,10 +36,13 @@ def test_attention_has_a_table_a_workload_and_one_of_several_gpus():
     figures |= {"peak_gib": 31.7, "vs_best": 0.58, "tokens": 196818, "pair_ratio": 11.05, "bench": "attention"}
     one = figures | {"workload": "game24", "method": "auto", "gpus": 1, "vs_flat": None} | STAMPED
     two = figures | {"workload": "art", "method": "auto", "gpus": 2, "layout": "spread", "exchange": "gather"}
+    two["transport"] = "peer"
     two |= {"exposed_ms": 0.31, "moved_mib": 120.5, "efficiency": 0.97, "predicted_ms": 15.4} | STAMPED
     text = page([one, one | {"method": "flex", "fwd_ms": 10.0}, two, two | {"exchange": "ring", "efficiency": None}])
     assert "### game24: 196,818 tokens, pair ratio 11.05\n" in text
     assert "| auto | 5.00 | 16.50 | 21.50 | 250 / 224 | – | 0.58 | 0.0025 | 31.7 | – |" in text
     assert "| flex | 10.00 | 16.50 | 26.50 |" in text
-    row = "| art | 2 | 196,818 | spread | gather | auto | 5.00 | 16.50 | 21.50 | 250 / 224 | 0.31 | 120.5 | 0.97 |"
-    assert row in text and text.count("### Several GPUs") == 1 and "| ring | auto |" in text
+    row = (
+        "| art | 2 | 196,818 | spread | gather | peer | auto | 5.00 | 16.50 | 21.50 | 250 / 224 | 0.31 | 120.5 | 0.97 |"
+    )
+    assert row in text and text.count("### Several GPUs") == 1 and "| ring | peer | auto |" in text
