@@ -3,8 +3,9 @@
 Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads (Hq a multiple of Hk), D head size. Query head h uses kv
 head ``h // (Hq // Hk)``. Equations and what counts as correct: `cp_engine.kernels.attention.reference`.
 
-A backend is a module with ``forward(q, k, v, intervals, scale, accumulate)`` and ``backward(q, k, v, out, lse, dout,
-intervals, scale, accumulate)``; it is imported when it is first asked for.
+A backend is a module with ``forward(q, k, v, intervals, scale, accumulate)``, ``backward(q, k, v, out, lse, dout,
+intervals, scale, accumulate)`` and ``prepare(step, q, kv_heads, intervals)``. It is imported when it is first asked
+for.
 """
 
 from __future__ import annotations
@@ -95,6 +96,31 @@ def attention_backward(
     if lse.shape != q.shape[:2] or lse.dtype != accumulation_dtype(q.dtype):
         raise ValueError(f"lse must be {accumulation_dtype(q.dtype)} {list(q.shape[:2])}; got {_told(lse)}")
     return module.backward(q, k, v, out, lse, dout, intervals, scale, accumulate)
+
+
+def prepare(
+    intervals: Intervals,
+    *,
+    query_heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    backend: str = "auto",
+) -> None:
+    """Build on the host what calls of these shapes need of the intervals, so that a planning thread can do it ahead.
+
+    Calls without it build the same at their first layer. cuDNN's mask plan, GPU work of a few milliseconds, is made
+    from the result at the first call. ``query_heads`` and ``kv_heads`` are those of one call: of a group of heads,
+    where an exchange calls the kernel by groups.
+
+    Raises:
+        ValueError: for an unknown backend, or head counts that do not fit together.
+    """
+    if kv_heads < 1 or query_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"query heads must be a multiple of kv heads; got {query_heads} and {kv_heads}")
+    rows = torch.empty(0, query_heads, size, dtype=dtype, device=intervals.device)
+    for step in ("forward", "backward"):
+        _backend(backend).prepare(step, rows, kv_heads, intervals)
 
 
 def _backend(name: str) -> ModuleType:

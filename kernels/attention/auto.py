@@ -49,6 +49,11 @@ def backward(
     return MODULES[name].backward(q, k, v, out, lse, dout, intervals, scale, accumulate)
 
 
+def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
+    """See `cp_engine.kernels.attention.api.prepare`."""
+    MODULES[choose(step, q, intervals)].prepare(step, q, kv_heads, intervals)
+
+
 def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
     """The backend for "forward" or "backward" of query rows like q."""
     # float32 is for proofs: the reference is exact there, and matrix units do not help any backend.

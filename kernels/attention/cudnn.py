@@ -86,6 +86,11 @@ def backward(
     return tuple(result[name][0].to(dtype) for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
 
 
+def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
+    """See `cp_engine.kernels.attention.api.prepare`."""
+    intervals.prepared("cudnn ends", interval_ends)
+
+
 def _plan(q: torch.Tensor, k: torch.Tensor, intervals: Intervals):
     """The mask plan for these heads and rows, or None where no row sees anything."""
     reason = why_not(q)

@@ -103,6 +103,11 @@ def backward(
     return (dq, dk, dv) if accumulate else tuple(x.to(q.dtype) for x in (dq, dk, dv))
 
 
+def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
+    """See `cp_engine.kernels.attention.api.prepare`."""
+    call_list(intervals)
+
+
 def _options(call: Call, scale: float) -> dict:
     return {
         "softmax_scale": scale,

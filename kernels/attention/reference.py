@@ -101,6 +101,11 @@ def backward(
     return shaped if accumulate else tuple(x.to(q.dtype) for x in shaped)
 
 
+def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
+    """See `cp_engine.kernels.attention.api.prepare`."""
+    intervals.prepared("reference", build_blocks)
+
+
 def _head_major(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[N, H, D] -> [Hk, N * (H / Hk), D] in the accumulation dtype."""
     rows, heads, size = x.shape

@@ -34,9 +34,10 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
     from cp_engine.kernels.attention.triton.forward_pass import forward as run
+    from cp_engine.kernels.attention.triton.primitives import adjoining
 
     _check(q, scale)
-    return run(q.contiguous(), k.contiguous(), v.contiguous(), intervals, scale, accumulate)
+    return run(*(adjoining(x) for x in (q, k, v)), intervals, scale, accumulate)
 
 
 def backward(
@@ -52,10 +53,22 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     from cp_engine.kernels.attention.triton.backward_pass import backward as run
+    from cp_engine.kernels.attention.triton.primitives import adjoining
 
     _check(q, scale)
-    rows = (x.contiguous() for x in (q, k, v, out, lse, dout))
-    return run(*rows, intervals, scale, accumulate)
+    q, k, v, out, dout = (adjoining(x) for x in (q, k, v, out, dout))
+    return run(q, k, v, out, lse.contiguous(), dout, intervals, scale, accumulate)
+
+
+def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
+    """See `cp_engine.kernels.attention.api.prepare`."""
+    from cp_engine.kernels.attention.triton.backward_pass import key_tiles
+    from cp_engine.kernels.attention.triton.primitives import packed_heads, row_tiles
+
+    pack = packed_heads(q.shape[1] // kv_heads)
+    row_tiles("forward" if step == "forward" else "dq", q, pack, intervals)
+    if step == "backward":
+        key_tiles(q, pack, intervals)
 
 
 def _check(q: torch.Tensor, scale: float) -> None:

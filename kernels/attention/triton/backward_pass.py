@@ -14,6 +14,7 @@ from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.attention.triton.primitives import (
     LOG2_E,
+    Sizes,
     kernel_sizes,
     load_bits,
     load_keys,
@@ -27,7 +28,7 @@ from cp_engine.kernels.attention.triton.primitives import (
     row_tiles,
     sources,
 )
-from cp_engine.kernels.attention.triton.tiles import ENTRY, tile_list
+from cp_engine.kernels.attention.triton.tiles import ENTRY, TileList, tile_list
 
 STATISTIC_ROWS = 64
 LISTED_TOKENS = 16  # a listed tile has at least about so many, or the lists grow long
@@ -36,7 +37,7 @@ LISTED_TOKENS = 16  # a listed tile has at least about so many, or the lists gro
 @triton.jit(do_not_specialize=["query_rows"])
 def _statistics_kernel(
     out, dout, lse, lse2, delta, query_rows, QH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, OUT_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
     """lse2 and delta, both [QH / PACK, Nq * PACK], so that a tile's packed rows lie side by side."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -44,8 +45,11 @@ def _statistics_kernel(
     col = tl.arange(0, DP)
     live = row < query_rows
     mask = live[:, None] & (col < D)[None, :]
-    at = (tl.cast(row, tl.int64) * QH + head)[:, None] * D + col[None, :]
-    product = tl.load(out + at, mask=mask, other=0.0).to(tl.float32) * tl.load(dout + at, mask=mask, other=0.0)
+    at = head * D + col[None, :]
+    results = tl.load(out + (tl.cast(row, tl.int64) * OUT_ROW)[:, None] + at, mask=mask, other=0.0)
+    product = results.to(tl.float32) * tl.load(
+        dout + (tl.cast(row, tl.int64) * DOUT_ROW)[:, None] + at, mask=mask, other=0.0
+    )
     natural = tl.load(lse + tl.cast(row, tl.int64) * QH + head, mask=live, other=0.0)
     place = (tl.cast(head // PACK, tl.int64) * query_rows + row) * PACK + head % PACK
     tl.store(delta + place, tl.sum(product, 1), mask=live)
@@ -71,7 +75,9 @@ def _dq_kernel(
     scale, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
+    """``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
     start = tl.load(entry) * TOKENS
     index, full = tl.load(entry + 1), tl.load(entry + 2)
@@ -79,8 +85,8 @@ def _dq_kernel(
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    queries = load_packed(q, start, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, False)
-    grads = load_packed(dout, start, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, False)
+    queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
+    grads = load_packed(dout, start, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, False)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
     statistic = (tl.cast(tl.program_id(1), tl.int64) * query_rows + start) * PACK + row
     row_lse2 = tl.load(lse2 + statistic, mask=live, other=0.0)
@@ -89,15 +95,15 @@ def _dq_kernel(
 
     place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
     for _ in range(0, full):
-        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
-        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, K_ROW, D, DP, True, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, V_ROW, D, DP, True, DESCRIBED)
         acc = _dq_step(acc, queries, grads, keys, values, row_lse2, row_delta, True, scale_log2, False, PRECISION)
         index, place, left = next_tile(range_lo, range_tiles, index, place, left, KEYS, 1)
 
     for at in range(border, border_end):
         place = tl.load(border_lo + at)
-        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
-        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, K_ROW, D, DP, False, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, V_ROW, D, DP, False, DESCRIBED)
         seen = load_bits(words, at, row // PACK, key, TOKENS, KEYS)
         acc = _dq_step(acc, queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2, True, PRECISION)
 
@@ -128,6 +134,7 @@ def _dkdv_kernel(
     scale, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
     PARTS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """dk, dv or both, as DK and DV say. A listed tile is walked in PARTS tiles of TOKENS tokens."""
@@ -137,8 +144,8 @@ def _dkdv_kernel(
     border, border_end = tl.load(entry + 3) * PARTS, tl.load(entry + 4) * PARTS
     kv_head = tl.program_id(1)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    keys = load_keys(k, start, kv_head, key, col, key_rows, KH * D, D, DP, False, False)
-    values = load_keys(v, start, kv_head, key, col, key_rows, KH * D, D, DP, False, False)
+    keys = load_keys(k, start, kv_head, key, col, key_rows, K_ROW, D, DP, False, False)
+    values = load_keys(v, start, kv_head, key, col, key_rows, V_ROW, D, DP, False, False)
     dk_acc = tl.zeros([KEYS, DP], tl.float32)
     dv_acc = tl.zeros([KEYS, DP], tl.float32)
     # Rows of a tile beyond its last packed token are masked even in full tiles.
@@ -153,8 +160,10 @@ def _dkdv_kernel(
         index = first
         place, left = tl.load(range_lo + index), tl.load(range_tiles + index) * PARTS
         for _ in range(0, full):
-            queries = load_packed(q, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT, DESCRIBED)
-            grads = load_packed(dout, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, EXACT, DESCRIBED)
+            queries = load_packed(q, place, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, EXACT, DESCRIBED)
+            grads = load_packed(
+                dout, place, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, EXACT, DESCRIBED
+            )
             at_row = statistic + tl.cast(place, tl.int64) * PACK + row
             row_lse2 = tl.load(lse2 + at_row, mask=inside, other=0.0)
             row_delta = tl.load(delta + at_row, mask=inside, other=0.0)
@@ -168,8 +177,10 @@ def _dkdv_kernel(
             listed = at // PARTS
             passed = (at % PARTS) * TOKENS
             place = tl.load(border_lo + listed) + passed
-            queries = load_packed(q, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, DESCRIBED)
-            grads = load_packed(dout, place, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, DESCRIBED)
+            queries = load_packed(q, place, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, DESCRIBED)
+            grads = load_packed(
+                dout, place, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, DESCRIBED
+            )
             at_row = statistic + tl.cast(place, tl.int64) * PACK + row
             live = inside & (place + row // PACK < query_rows)
             row_lse2 = tl.load(lse2 + at_row, mask=live, other=0.0)
@@ -199,7 +210,7 @@ def backward(
     scale: float,
     accumulate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `cp_engine.kernels.attention.api.attention_backward`; arguments are contiguous."""
+    """See `cp_engine.kernels.attention.api.attention_backward`; arguments are as `primitives.adjoining` says."""
     query_rows, query_heads, size = q.shape
     key_rows, kv_heads = k.shape[:2]
     dtype = torch.float32 if accumulate else q.dtype
@@ -213,8 +224,10 @@ def backward(
     lse2, delta = (torch.empty_like(lse) for _ in range(2))
     shape = {"QH": query_heads, "D": size, "DP": padded(size), "PACK": pack}
     _statistics_kernel[(triton.cdiv(query_rows, STATISTIC_ROWS), query_heads)](
-        out, dout, lse, lse2, delta, query_rows, ROWS=STATISTIC_ROWS, **shape
-    )
+        out, dout, lse, lse2, delta, query_rows, ROWS=STATISTIC_ROWS, OUT_ROW=out.stride(0), DOUT_ROW=dout.stride(0),
+        **shape,
+    )  # fmt: skip
+    shape |= {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0), "DOUT_ROW": dout.stride(0)}
     shape |= {"KH": kv_heads, "PRECISION": precision(q.dtype), "ENTRY": ENTRY}
     factors = scale, scale * LOG2_E
 
@@ -226,11 +239,8 @@ def backward(
         ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
     )  # fmt: skip
 
-    for kernel in ("dk", "dv") if makes_apart(size, q.dtype) else ("dkdv",):
-        sizes = kernel_sizes(kernel, size, q.dtype, q.device)
+    for kernel, sizes, parts, tiles in key_tiles(q, pack, intervals):
         tokens = sizes.rows // pack
-        parts = max(1, LISTED_TOKENS // tokens)
-        tiles = tile_list(intervals, "keys", sizes.keys, tokens * parts)
         (queries, grads), described = sources([q, dout], [tokens, pack, size])
         if tiles.tiles:
             _dkdv_kernel[(tiles.tiles, kv_heads)](
@@ -240,3 +250,14 @@ def backward(
                 ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
             )  # fmt: skip
     return dq, dk, dv
+
+
+def key_tiles(q: torch.Tensor, pack: int, intervals: Intervals) -> list[tuple[str, Sizes, int, TileList]]:
+    """The launches that own key rows: (kernel, sizes, parts that a listed tile is walked in, tile list)."""
+    made = []
+    for kernel in ("dk", "dv") if makes_apart(q.shape[2], q.dtype) else ("dkdv",):
+        sizes = kernel_sizes(kernel, q.shape[2], q.dtype, q.device)
+        tokens = sizes.rows // pack
+        parts = max(1, LISTED_TOKENS // tokens)
+        made.append((kernel, sizes, parts, tile_list(intervals, "keys", sizes.keys, tokens * parts)))
+    return made

@@ -47,7 +47,9 @@ def _forward_kernel(
     q, k, v, out, lse, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
 ):  # fmt: skip
+    """``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
     start = tl.load(entry) * TOKENS
     index, full = tl.load(entry + 1), tl.load(entry + 2)
@@ -55,23 +57,23 @@ def _forward_kernel(
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    queries = load_packed(q, start, head, row, col, query_rows, PACK, QH * D, D, DP, TOKENS, False, False)
+    queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
     acc = tl.zeros([ROWS, DP], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
 
     place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
     for _ in range(0, full):
-        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
-        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, True, DESCRIBED)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, K_ROW, D, DP, True, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, V_ROW, D, DP, True, DESCRIBED)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         acc, total, peak = _attend(acc, total, peak, scores, values, scale_log2, False, PRECISION)
         index, place, left = next_tile(range_lo, range_tiles, index, place, left, KEYS, 1)
 
     for at in range(border, border_end):
         place = tl.load(border_lo + at)
-        keys = load_keys(k, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
-        values = load_keys(v, place, kv_head, key, col, key_rows, KH * D, D, DP, False, DESCRIBED)
+        keys = load_keys(k, place, kv_head, key, col, key_rows, K_ROW, D, DP, False, DESCRIBED)
+        values = load_keys(v, place, kv_head, key, col, key_rows, V_ROW, D, DP, False, DESCRIBED)
         seen = load_bits(words, at, row // PACK, key, TOKENS, KEYS)
         scores = tl.where(seen, tl.dot(queries, tl.trans(keys), input_precision=PRECISION), -float("inf"))
         acc, total, peak = _attend(acc, total, peak, scores, values, scale_log2, True, PRECISION)
@@ -90,13 +92,14 @@ def _forward_kernel(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `cp_engine.kernels.attention.api.attention`; arguments are contiguous."""
+    """See `cp_engine.kernels.attention.api.attention`; arguments are as `primitives.adjoining` says."""
     query_rows, query_heads, size = q.shape
     key_rows, kv_heads = k.shape[:2]
     pack = packed_heads(query_heads // kv_heads)
     sizes, tiles = row_tiles("forward", q, pack, intervals)
     out = torch.empty(q.shape, dtype=torch.float32 if accumulate else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    strides = {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0)}
     (k, v), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
     if out.numel():
         _forward_kernel[(tiles.tiles, query_heads // pack)](
@@ -104,7 +107,6 @@ def forward(
             query_rows, key_rows, scale * LOG2_E,
             QH=query_heads, KH=kv_heads, D=size, DP=padded(size), PACK=pack, TOKENS=sizes.rows // pack,
             ROWS=sizes.rows, KEYS=sizes.keys, PRECISION=precision(q.dtype), ENTRY=ENTRY,
-            DESCRIBED=described,
-            num_warps=sizes.warps, num_stages=sizes.stages,
+            DESCRIBED=described, num_warps=sizes.warps, num_stages=sizes.stages, **strides,
         )  # fmt: skip
     return out, lse

@@ -93,11 +93,17 @@ def packed_heads(share: int) -> int:
     return max(heads for heads in range(1, MOST_PACKED + 1) if share % heads == 0)
 
 
+def adjoining(x: torch.Tensor) -> torch.Tensor:
+    """Rows [N, H, D] whose heads lie side by side, copied only where they do not: a slice of heads stays as it is."""
+    row, head, element = x.stride()
+    return x if element == 1 and head == x.shape[2] and row >= x.shape[1] * head else x.contiguous()
+
+
 def sources(tensors: list[torch.Tensor], tile: list[int]) -> tuple[list, bool]:
     """What a kernel loads tiles of these tensors from: descriptors (bulk copies, from Hopper on) or themselves.
 
     Args:
-        tensors: contiguous, of one shape; as many axes as ``tile``.
+        tensors: of one shape, only their first axis strided; as many axes as ``tile``.
         tile: extent of a tile along each axis.
 
     Returns:
@@ -105,7 +111,11 @@ def sources(tensors: list[torch.Tensor], tile: list[int]) -> tuple[list, bool]:
     """
     x = tensors[0]
     exact = all(length == triton.next_power_of_2(length) <= 256 for length in tile)
-    aligned = all(part.data_ptr() % 16 == 0 for part in tensors) and x.shape[-1] * x.element_size() % 16 == 0
+    aligned = all(
+        part.data_ptr() % 16 == 0 and stride * part.element_size() % 16 == 0
+        for part in tensors
+        for stride in part.stride()[:-1]
+    )
     able = x.device.type != "cuda" or (torch.cuda.get_device_capability(x.device)[0] >= 9 and x.dtype != torch.float32)
     if not (DESCRIPTORS and able and exact and aligned and x.numel()):
         return tensors, False
