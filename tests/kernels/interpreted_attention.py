@@ -2,12 +2,14 @@
 
 import tests.kernels.interpreted  # noqa: F401  isort: skip
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
-from cp_engine.kernels.attention import Intervals, attention, attention_backward
-from cp_engine.kernels.attention.triton import backward_pass, primitives, tiles
+from cp_engine.kernels.attention import Intervals, attention, attention_backward, prepare
+from cp_engine.kernels.attention.triton import backward_pass, forward_pass, primitives, tiles
 from cp_engine.kernels.attention.triton.primitives import Sizes
 from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.forest import build_forest
@@ -112,6 +114,73 @@ def test_keys_of_an_exchange(exchange, window):
                 assert relative_error(got[name][seen], truth[seen]) < BOUND, (rank, name)
 
 
+@pytest.mark.parametrize("described", [True, False])
+def test_slices_of_heads(monkeypatch, described):
+    """Heads 2 and 3 of 6, and tensors whose heads do not lie side by side: the bits of contiguous copies."""
+    monkeypatch.setattr(primitives, "DESCRIPTORS", described)
+    forest = random_variety(4).forest
+    intervals = whole(forest)
+    x = random_tensors(forest.tokens, (6, 6), 16, 4, torch.float32)
+    sliced = Tensors(*(part[:, 2:4] for part in (x.q, x.k, x.v, x.dout)))
+    apart = Tensors(*(part[:, 2:4].mT.contiguous().mT for part in (x.q, x.k, x.v, x.dout)))
+    copied = Tensors(*(part[:, 2:4].contiguous() for part in (x.q, x.k, x.v, x.dout)))
+    assert primitives.adjoining(sliced.q) is sliced.q and primitives.adjoining(apart.q) is not apart.q
+    truth = run(copied, copied, intervals)
+    for given in (sliced, apart):
+        got = run(given, given, intervals)
+        assert all(torch.equal(got[name], truth[name]) for name in NAMES)
+
+
+def specialisation(kernel, arguments, options) -> tuple:
+    """What Triton compiles a launch for: types, values of constants, and of other numbers whether they are 1 or
+    divisible by 16, unless the kernel asks not to."""
+    names = inspect.signature(kernel.fn).parameters
+    free = kernel.kwargs.get("do_not_specialize", ())
+    found = [tuple(sorted(options.items()))]
+    for name, value in zip(names, arguments, strict=False):
+        value = getattr(value, "base", value)  # a descriptor's tensor
+        if isinstance(value, torch.Tensor):
+            found.append((value.dtype, value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and name not in free:
+            found.append((value == 1, value % 16 == 0))
+        else:
+            found.append(type(value))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_fifty_forests_need_no_new_compilation(monkeypatch, size):
+    """A forest of long and one of short segments warm up. Kernels are not run, their launches are recorded."""
+    seen = set()
+
+    def record(module, name):
+        kernel = getattr(module, name)
+
+        class Recorded:
+            def __getitem__(self, _grid):
+                return lambda *arguments, **options: seen.add((name, specialisation(kernel, arguments, options)))
+
+        monkeypatch.setattr(module, name, Recorded())
+
+    record(forward_pass, "_forward_kernel")
+    for name in ("_statistics_kernel", "_dq_kernel", "_dkdv_kernel"):
+        record(backward_pass, name)
+    for seed in range(52):
+        rows = random_rows(seed, rows=10 + 3 * seed, longest=(1, 7, 30)[seed % 3])
+        forest = long_forest() if seed == 0 else rows.forest
+        x = random_tensors(forest.tokens, (8, 2), size, seed, torch.bfloat16)
+        out, lse = attention(x.q, x.k, x.v, whole(forest), scale=x.scale, backend="triton")
+        attention_backward(x.q, x.k, x.v, out, lse, x.dout, whole(forest), scale=x.scale, backend="triton")
+        if seed == 1:
+            warm = set(seen)
+    assert seen == warm and len(warm) == (6 if size == 128 else 5)
+
+
+def long_forest():
+    """Long enough for borders to hold few of the pairs."""
+    return build_forest(np.arange(1200), np.array([0, 1200]))
+
+
 def test_rows_that_see_nothing_and_keys_that_nobody_sees():
     """Rows 0, 3 and 4 see nothing; the diagonal of run 2 starts empty; keys 0 and 7 on are seen by no one."""
     arrays = RowIntervals(
@@ -182,3 +251,13 @@ def test_tile_lists_are_made_once_and_hold_few_pairs():
         made = tiles.tile_list(intervals, axis, 16, 16)
         assert made.full_pairs + made.border_pairs < 1.45 * forest.tree_pairs
         assert made.full_pairs <= forest.tree_pairs
+
+
+def test_prepared_lists_are_those_that_calls_use(monkeypatch):
+    forest = random_variety(4).forest
+    intervals = whole(forest)
+    prepare(intervals, query_heads=4, kv_heads=2, size=16, dtype=torch.float32, backend="triton")
+    monkeypatch.setattr(tiles, "build_tile_list", None)
+    x = random_tensors(forest.tokens, (4, 2), 16, 4, torch.float32)
+    got, truth = run(x, x, intervals), dense_attention(visible(forest), x)
+    assert all(relative_error(got[name], truth[name]) < BOUND for name in NAMES)

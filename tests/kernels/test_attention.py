@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_engine.kernels.attention import Intervals, attention, attention_backward, reference
+from cp_engine.kernels.attention import Intervals, attention, attention_backward, prepare, reference
 from cp_engine.sharding.forest import build_forest
 from cp_engine.sharding.intervals import RowIntervals, visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
@@ -176,6 +176,17 @@ def test_blocks_are_built_once():
     blocks = intervals.prepared("reference", reference.build_blocks)
     attention(x.q, x.k, x.v, intervals, scale=1.0)
     assert intervals.prepared("reference", reference.build_blocks) is blocks
+
+
+def test_prepare_builds_what_calls_need():
+    intervals = whole(random_rows(0).forest)
+    shapes = {"query_heads": 2, "kv_heads": 1, "size": 4, "dtype": torch.float64}
+    for backend, name in (("auto", "reference"), ("cudnn", "cudnn ends"), ("fa4", "rectangles")):
+        assert name not in intervals._prepared
+        prepare(intervals, **shapes, backend=backend)
+        assert name in intervals._prepared
+    with pytest.raises(ValueError, match="query heads must be a multiple of kv heads; got 2 and 3"):
+        prepare(intervals, **(shapes | {"kv_heads": 3}))
 
 
 def _refused(text: str, backend: str = "reference", **changes):

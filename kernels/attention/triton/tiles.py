@@ -121,49 +121,42 @@ def _cover(rest: tuple[np.ndarray, np.ndarray], pitch: int, walked: int) -> np.n
 
 
 def _words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, rest, owned: int, walked: int):
-    """uint64 [B, W, O]: what each owned row sees in each border tile and no full tile has."""
+    """Int8 to int64 [B, W, O]: what each owned row sees in each border tile and no full tile has."""
     per_row = -(-walked // WORD)
-    words = np.zeros((len(border), per_row, owned), np.uint64)
+    bits = next(bits for bits in (8, 16, 32, 64) if min(walked, WORD) <= bits)
+    words = np.zeros((len(border), per_row, owned), f"uint{bits}")
     base = tile * pitch
     which, at = _meetings(base + pieces.lo, base + pieces.last_hi, border, walked)
-    met = pieces.take(which)
-    offset = np.repeat(np.arange(len(which)), met.length)
-    step = expand(np.zeros_like(met.length), met.length)
     place = base[which] - border[at]
-    lo = (met.lo + place)[offset] + met.lo_step[offset] * step
-    hi = (met.hi + place)[offset] + met.hi_step[offset] * step
-    row = (met.first - tile[which] * owned)[offset] + step
-    # The ranges that border tiles are for, as bits: a border tile may reach into a full one.
+    met = pieces.take(which)
+    step = expand(np.zeros_like(met.length), met.length).astype(np.int32)
+
+    def by_row(first: np.ndarray, moves: np.ndarray) -> np.ndarray:
+        return np.repeat(first.astype(np.int32), met.length) + np.repeat(moves.astype(np.int32), met.length) * step
+
+    lo, hi = by_row(met.lo + place, met.lo_step), by_row(met.hi + place, met.hi_step)
+    slot = expand(at * (per_row * owned) + met.first - tile[which] * owned, met.length)
+    # The ranges that border tiles are for: a border tile may reach into a full one.
     part, at_part = _meetings(*rest, border, walked)
     part_lo, part_hi = rest[0][part] - border[at_part], rest[1][part] - border[at_part]
-    # A tile narrower than a word leaves its upper bits empty.
-    lo, hi, part_lo, part_hi = (np.clip(x, 0, walked) for x in (lo, hi, part_lo, part_hi))
     for word in range(per_row):
+        below = _below(min(WORD, walked - word * WORD)).astype(words.dtype)
         # A row's intervals do not overlap, so adding their bits joins them.
-        np.add.at(words[:, word], (at[offset], row), _bits(lo - word * WORD, hi - word * WORD))
-        wanted = np.zeros(len(border), np.uint64)
-        np.add.at(wanted, at_part, _bits(part_lo - word * WORD, part_hi - word * WORD))
+        np.add.at(words.reshape(-1), slot + word * owned, _bits(below, lo - word * WORD, hi - word * WORD))
+        wanted = np.zeros(len(border), words.dtype)
+        np.add.at(wanted, at_part, _bits(below, part_lo - word * WORD, part_hi - word * WORD))
         words[:, word] &= wanted[:, None]
-    return _narrow(words, walked)
+    return words.view(f"int{bits}")
 
 
-def _narrow(words: np.ndarray, walked: int) -> np.ndarray:
-    """Words of the smallest signed type that has a bit for every walked row."""
-    for bits in (8, 16, 32):
-        if walked <= bits:
-            return words.astype(f"uint{bits}").view(f"int{bits}")
-    return words.view(np.int64)
+def _below(most: int) -> np.ndarray:
+    """uint64 [most + 1]: words whose first 0 .. ``most`` bits are set."""
+    return np.array([(1 << end) - 1 for end in range(most + 1)], np.uint64)
 
 
-def _bits(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
-    """Words whose bits lo .. hi - 1 (those between 0 and `WORD`) are set."""
-    lo, hi = np.clip(lo, 0, WORD), np.clip(hi, 0, WORD)
-    return np.where(hi > lo, _below(hi) & ~_below(lo), np.uint64(0))
-
-
-def _below(end: np.ndarray) -> np.ndarray:
-    shifted = np.left_shift(np.uint64(1), np.minimum(end, WORD - 1).astype(np.uint64)) - np.uint64(1)
-    return np.where(end >= WORD, ~np.uint64(0), shifted)
+def _bits(below: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
+    """Words with the bits lo .. hi - 1, as far as ``below`` has them."""
+    return below.take(hi, mode="clip") & ~below.take(lo, mode="clip")
 
 
 def _meetings(lo: np.ndarray, hi: np.ndarray, border: np.ndarray, walked: int):
