@@ -207,5 +207,5 @@ def start() -> torch.device:
     """Join the ranks that torchrun started, each with a GPU of its own."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=120))
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=300))
     return device

@@ -1,5 +1,8 @@
 """The benchmark of several GPUs on gloo ranks: layouts, what is measured, and that wrong outputs get no efficiency."""
 
+import json
+import os
+import sys
 from unittest import mock
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from benchmarks import attention, attention_ranks, attention_workloads, clock
 from benchmarks.attention_layouts import LAYOUTS, place, predicted_ms, spread_layout
 from benchmarks.attention_workloads import WORKLOADS, Workload, workload_forest
+from benchmarks.record import ROOT
 from benchmarks.report import page
 from cp_engine.sharding.exchange import gather
 from cp_engine.sharding.layout import imbalance, rank_pairs
@@ -65,6 +69,34 @@ def test_wrong_outputs_get_no_efficiency():
         planted = wrong["exchange"] == "gather"
         assert (wrong["efficiency"] is None) == planted and (wrong["max_err"] > 1e-2) == planted
         assert fine["efficiency"] > 0 and fine["moved_mib"] > 0
+
+
+def rank_command(results: str) -> None:
+    """The command as torchrun starts it, on a CPU."""
+    argv = f"attention.py --workloads toy --layouts spread --exchanges gather --results {results} --record --commit abc"
+    argv = [str(ROOT / "benchmarks" / "attention.py"), *argv.split()[1:]]
+    workload_forest.cache_clear()
+    with (
+        mock.patch.dict(attention_workloads.PROMPTS, TINY),
+        mock.patch.dict(WORKLOADS, toy=TOY),
+        mock.patch.object(attention_ranks, "start", lambda: CPU),
+        mock.patch.object(torch.cuda, "get_device_name", lambda: "a card"),
+        mock.patch.object(dist, "destroy_process_group", lambda: None),
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+        mock.patch.object(sys, "argv", argv),
+    ):
+        attention.main()
+    workload_forest.cache_clear()
+    dist.barrier()
+
+
+def test_the_first_rank_records(tmp_path):
+    run_ranks(2, rank_command, str(tmp_path / "rows.jsonl"))
+    (row,) = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    about = [row[key] for key in ("layout", "exchange", "gpus", "card", "commit")]
+    assert about == ["spread", "gather", 2, "a card", "abc"]
+    assert row["command"].startswith("torchrun --nproc-per-node 2 -m benchmarks.attention --workloads toy --layouts")
+    assert row["max_err"] < 1e-2 and row["efficiency"] > 0 and "torch" in row["versions"]
 
 
 def test_trunks_are_spread_over_all_ranks():
