@@ -21,7 +21,7 @@ class _Section(BaseModel):
 
 class ModelConfig(_Section):
     path: str
-    """A local Hugging Face folder, or a random preset: `tiny-qwen3`, `tiny-qwen3.5`."""
+    """A local Hugging Face folder, or a random preset (`cp_engine/models/presets.py`)."""
     vocab_size: int | None = Field(None, ge=2)
     """Vocabulary of a random preset; a folder brings its own."""
     seed: int = 0

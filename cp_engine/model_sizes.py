@@ -12,7 +12,13 @@ from pathlib import Path
 
 from cp_engine.sharding.cost import PRESETS, ModelShape
 
-_PARAMETERS = {"qwen3-8b": 8_190_000_000, "qwen3-next-80b-a3b": 80_000_000_000}
+_PARAMETERS = {
+    "qwen3-8b": 8_190_000_000,
+    "llama-3.1-8b": 8_030_000_000,
+    "qwen3-30b-a3b": 30_530_000_000,
+    "qwen3.5-35b-a3b": 34_660_000_000,  # the text part
+    "qwen3-next-80b-a3b": 80_000_000_000,
+}
 _KINDS = ("full_attention", "linear_attention")
 
 
@@ -47,37 +53,45 @@ def model_sizes(name: str) -> ModelSizes:
         raise ValueError(f"{path}: expected a JSON object, but it cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return _from_config(config, path)
+    return sizes_of_config(config, str(path))
 
 
 class _Fields:
-    """Whole numbers of a configuration; errors name the file and the field."""
+    """Whole numbers of a configuration; errors name where it came from and the field."""
 
-    def __init__(self, config: dict, path: Path):
-        self.config, self.path = config, path
+    def __init__(self, config: dict, where: str):
+        self.config, self.where = config, where
 
     def __call__(self, name: str, default: int | None = None) -> int:
         value = self.config.get(name)
         if value is None:
             value = default
         if value is None:
-            raise ValueError(f"{self.path}: field {name}: expected a whole number, but it is missing")
+            raise ValueError(f"{self.where}: field {name}: expected a whole number, but it is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{self.path}: field {name}: expected a whole number, got {value!r}")
+            raise ValueError(f"{self.where}: field {name}: expected a whole number, got {value!r}")
         return value
 
 
-def _from_config(config: dict, path: Path) -> ModelSizes:
+def sizes_of_config(config: dict, where: str) -> ModelSizes:
+    """The sizes in a configuration, as ``config.json`` has it.
+
+    Args:
+        where: names the configuration in errors and in the result.
+
+    Raises:
+        ValueError: for a configuration that cannot be predicted.
+    """
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
-    field = _Fields(config, path)
+    field = _Fields(config, where)
     hidden, layers, heads = field("hidden_size"), field("num_hidden_layers"), field("num_attention_heads")
     if not (hidden and layers and heads):
-        raise ValueError(f"{path}: hidden_size, num_hidden_layers and num_attention_heads must be at least 1")
+        raise ValueError(f"{where}: hidden_size, num_hidden_layers and num_attention_heads must be at least 1")
     kinds = _layer_kinds(config, field, layers)
     recurrent = kinds.count("linear_attention")
     if recurrent == layers:
-        raise ValueError(f"{path}: field layer_types: expected at least one full_attention layer, got none")
+        raise ValueError(f"{where}: field layer_types: expected at least one full_attention layer, got none")
     active, stored = _mlp_widths(config, field, layers)
     sizes = {}
     if recurrent:
@@ -102,7 +116,7 @@ def _from_config(config: dict, path: Path) -> ModelSizes:
     weights = shape.attention_products * shape.attention_layers + shape.gdn_products * shape.gdn_layers
     weights += 3 * hidden * (stored - shape.mlp_width * layers)
     embeddings = field("vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return ModelSizes(str(path), shape, weights + embeddings)
+    return ModelSizes(where, shape, weights + embeddings)
 
 
 def _layer_kinds(config: dict, field: _Fields, layers: int) -> list[str]:
@@ -113,16 +127,16 @@ def _layer_kinds(config: dict, field: _Fields, layers: int) -> list[str]:
         every = max(1, field("full_attention_interval", 4))
         return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"{field.path}: field layer_types: expected a list of {layers} layers, got {kinds!r}")
+        raise ValueError(f"{field.where}: field layer_types: expected a list of {layers} layers, got {kinds!r}")
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown:
-        raise ValueError(f"{field.path}: field layer_types: expected {' or '.join(_KINDS)}, got {unknown[0]!r}")
+        raise ValueError(f"{field.where}: field layer_types: expected {' or '.join(_KINDS)}, got {unknown[0]!r}")
     return kinds
 
 
 def _mlp_widths(config: dict, field: _Fields, layers: int) -> tuple[int, int]:
     """Widths of the MLPs that a token goes through, and of all of them, both summed over the layers."""
-    experts = field("num_experts", 0)
+    experts = field("num_experts", field("num_local_experts", 0))  # the library writes Qwen3-MoE's under this name
     if not experts:
         width = field("intermediate_size")
         return width * layers, width * layers

@@ -110,6 +110,23 @@ class ModelShape:
 # Shapes of released models, for predictions without a configuration file.
 PRESETS = {
     "qwen3-8b": ModelShape(hidden=4096, mlp_width=12288, attention_layers=36, query_heads=32, kv_heads=8, head_dim=128),
+    "llama-3.1-8b": ModelShape(
+        hidden=4096, mlp_width=14336, attention_layers=32, query_heads=32, kv_heads=8, head_dim=128
+    ),
+    "qwen3-30b-a3b": ModelShape(
+        hidden=2048, mlp_width=8 * 768, attention_layers=48, query_heads=32, kv_heads=4, head_dim=128
+    ),
+    "qwen3.5-35b-a3b": ModelShape(
+        hidden=2048,
+        mlp_width=9 * 512,
+        attention_layers=10,
+        query_heads=16,
+        kv_heads=2,
+        head_dim=256,
+        gdn_layers=30,
+        gdn_key_heads=16,
+        gdn_value_heads=32,
+    ),
     "qwen3-next-80b-a3b": ModelShape(
         hidden=2048,
         mlp_width=11 * 512,

@@ -44,8 +44,22 @@ def written(tmp_path, config) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(("preset", "config"), [("qwen3-8b", DENSE), ("qwen3-next-80b-a3b", HYBRID)])
-def test_a_configuration_gives_the_preset(preset, config, tmp_path):
+LLAMA = {**DENSE, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+EXPERTS = {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4, "moe_intermediate_size": 768}
+EXPERTS = {**DENSE, **EXPERTS, "num_local_experts": 128, "num_experts_per_tok": 8}
+HYBRID_35B = {**HYBRID, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8, "vocab_size": 248320}
+RELEASED = {
+    "qwen3-8b": DENSE,
+    "llama-3.1-8b": LLAMA,
+    "qwen3-30b-a3b": EXPERTS,
+    "qwen3.5-35b-a3b": HYBRID_35B,
+    "qwen3-next-80b-a3b": HYBRID,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_configuration_gives_the_preset(preset, tmp_path):
+    config = RELEASED[preset]
     known, folder = model_sizes(preset), written(tmp_path, config)
     read = model_sizes(folder)
     assert read.shape == known.shape == PRESETS[preset]

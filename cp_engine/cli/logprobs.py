@@ -14,7 +14,11 @@ from cp_engine.rollouts import read_rollouts
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rollouts", required=True, help="JSONL or JSONL.gz file (docs/rollouts.md)")
-    add("--model", required=True, help="a preset (tiny-qwen3, tiny-qwen3.5) or a local Hugging Face folder")
+    add(
+        "--model",
+        required=True,
+        help="a random preset (README.md), such as tiny-qwen3.5, or a local folder",
+    )
     add("--out", required=True, help="where the rollouts go with the new field (.jsonl or .jsonl.gz)")
     add("--field", default="old_logprobs", choices=("old_logprobs", "ref_logprobs"))
     add("--cp", type=int, help="context-parallel ranks (default: those of torchrun, else 1)")

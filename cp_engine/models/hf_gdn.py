@@ -17,7 +17,17 @@ from cp_engine.pack import pack_of
 
 def gdn_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The Gated DeltaNet layers of a model, in order, known by the parameters that our forward reads."""
-    return (layer for layer in model.modules() if hasattr(layer, "A_log") and hasattr(layer, "in_proj_qkv"))
+    return (layer for layer in model.modules() if hasattr(layer, "A_log") and (_is_split(layer) or _is_fused(layer)))
+
+
+def _is_split(layer: torch.nn.Module) -> bool:
+    """Qwen3.5: q, k, v of one projection, and one each for the output gate z, the write strength b and the decay a."""
+    return hasattr(layer, "in_proj_qkv")
+
+
+def _is_fused(layer: torch.nn.Module) -> bool:
+    """Qwen3-Next: one projection for q, k, v, z and one for b, a."""
+    return hasattr(layer, "in_proj_qkvz")
 
 
 def patch_gdn_layers(model: torch.nn.Module) -> None:
@@ -27,8 +37,26 @@ def patch_gdn_layers(model: torch.nn.Module) -> None:
         layer.forward = MethodType(_tree_forward, layer)
 
 
+def _split_projections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """qkv [n, 2 Hk K + HV V], z [n, HV V], b [n, HV] and a [n, HV] of a Qwen3.5 layer."""
+    projections = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+    return tuple(project(hidden_states)[0] for project in projections)
+
+
+def _fused_projections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same of a Qwen3-Next layer, whose two projections hold one key head with its value heads after the other:
+    q, k, all v, all z of a key head, then the next; b and a alike."""
+    rows, heads, values = hidden_states.shape[1], self.num_k_heads, self.num_v_heads // self.num_k_heads
+    sizes = [self.head_k_dim, self.head_k_dim, values * self.head_v_dim, values * self.head_v_dim]
+    q, k, v, z = self.in_proj_qkvz(hidden_states).view(rows, heads, -1).split(sizes, dim=-1)
+    b, a = self.in_proj_ba(hidden_states).view(rows, heads, -1).split([values, values], dim=-1)
+    qkv = torch.cat([part.reshape(rows, -1) for part in (q, k, v)], dim=-1)
+    return qkv, *(part.reshape(rows, -1) for part in (z, b, a))
+
+
 def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-    """``Qwen3_5GatedDeltaNet.forward`` with convolution and recurrence along the tree.
+    """``Qwen3_5GatedDeltaNet.forward`` and ``Qwen3NextGatedDeltaNet.forward`` with convolution and recurrence along
+    the tree.
 
     Only what both supported versions of `transformers` name alike is used: the projections and the norm (called as
     modules), ``conv1d.weight``, ``A_log`` and ``dt_bias``. ``g = -exp(A_log) * softplus(a + dt_bias)`` in
@@ -43,16 +71,15 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
     """
     pack = pack_of(kwargs, f"GDN layer {self.layer_idx}")
     assert pack.gdn is not None, "the pack was planned without GDN layers: give shard_plan the conv_width"
-    mixed_qkv = self.in_proj_qkv(hidden_states)
-    z = self.in_proj_z(hidden_states)
-    beta = self.in_proj_b(hidden_states).sigmoid()
-    a = self.in_proj_a(hidden_states)
-    g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+    projections = _split_projections if _is_split(self) else _fused_projections
+    mixed_qkv, z, b, a = projections(self, hidden_states)
+    # The only parameters that are read, not called.
+    conv_weight, decay_rate, dt_bias = self.conv1d.weight.squeeze(1), self.A_log.float().exp(), self.dt_bias
     out = tree_gated_delta_rule(
-        mixed_qkv[0],
-        self.conv1d.weight.squeeze(1),
-        g[0],
-        beta[0],
+        mixed_qkv,
+        conv_weight,
+        -decay_rate * F.softplus(a.float() + dt_bias),
+        b.sigmoid(),
         pack.gdn,
         pack.group,
         GdnHeads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),

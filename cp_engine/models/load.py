@@ -45,7 +45,7 @@ def load_model(
     if name in PRESETS:
         if dtype == torch.bfloat16:
             return _cast(preset_model(name, torch.float32, vocab_size, seed)).to(device)
-        return preset_model(name, dtype, vocab_size, seed).to(device)
+        return _with_experts_for(dtype, preset_model(name, dtype, vocab_size, seed)).to(device)
     if not (Path(name) / "config.json").is_file():
         raise ValueError(
             f"model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a local folder that holds a config.json"
@@ -65,7 +65,14 @@ def load_model(
         raise ValueError(f"the folder {name!r} lacks the weights {', '.join(sorted(info['missing_keys']))}")
     if dtype == torch.bfloat16:
         _restore_float32(model, Path(name))
-    return model.to(device)
+    return _with_experts_for(dtype, model).to(device)
+
+
+def _with_experts_for(dtype: torch.dtype, model: nn.Module) -> nn.Module:
+    """The model with the library's loop over experts in float64, which its grouped products do not take."""
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")
+    return model
 
 
 def float32_parameters(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -152,7 +159,7 @@ def save_model(
             model.save_pretrained(folder, state_dict=tensors)
         else:
             tied = set(getattr(model, "all_tied_weights_keys", ()) or ())
-            write_into_source(model.state_dict() if tensors is None else tensors, tied, Path(source), folder)
+            write_into_source(model.state_dict() if tensors is None else tensors, tied, Path(source), folder, model)
 
 
 def save_adapter(tensors: dict[str, torch.Tensor], model: nn.Module, config: Config, out: str | os.PathLike) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from cp_engine.model_sizes import sizes_of_config
 from cp_engine.sharding.cost import ModelShape
 
 
 def conv_width(config) -> int | None:
     """Taps of the GDN convolution; None for a model without GDN layers."""
-    return config.linear_conv_kernel_dim if _gdn_layers(config) else None
+    has_gdn_layers = "linear_attention" in (getattr(config, "layer_types", None) or [])
+    return config.linear_conv_kernel_dim if has_gdn_layers else None
 
 
 def model_shape(config, element_bytes: int) -> ModelShape:
@@ -16,26 +20,4 @@ def model_shape(config, element_bytes: int) -> ModelShape:
     Args:
         element_bytes: of an activation.
     """
-    gdn_layers = _gdn_layers(config)
-    recurrent = {}
-    if gdn_layers:
-        recurrent = {
-            "gdn_layers": gdn_layers,
-            "gdn_key_heads": config.linear_num_key_heads,
-            "gdn_value_heads": config.linear_num_value_heads,
-            "gdn_head_dim": config.linear_value_head_dim,
-        }
-    return ModelShape(
-        hidden=config.hidden_size,
-        mlp_width=config.intermediate_size,
-        attention_layers=config.num_hidden_layers - gdn_layers,
-        query_heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        element_bytes=element_bytes,
-        **recurrent,
-    )
-
-
-def _gdn_layers(config) -> int:
-    return list(getattr(config, "layer_types", None) or []).count("linear_attention")
+    return replace(sizes_of_config(config.to_dict(), config.model_type).shape, element_bytes=element_bytes)

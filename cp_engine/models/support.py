@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 # Architectures (text model types) that the tests compare with the unmodified model.
-ARCHITECTURES = ("qwen3", "qwen3_5_text")
+ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # RoPE types whose rotation is a function of the position alone. dynamic and longrope change all rotations with the
 # length of the sequence, so a token shared by a short and a long rollout would need two.
 POSITION_ROPE = ("default", "linear", "llama3", "yarn")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SINK_FIELDS = ("attention_sinks", "add_full_attention_sink_bias", "add_swa_attention_sink_bias")
 _SINK_ARCHITECTURES = ("gpt_oss",)
+_ROUTER_NOISE = ("router_jitter_noise", "moe_jitter_eps")
 
 
 def check_supported(config) -> None:
@@ -27,6 +28,10 @@ def check_supported(config) -> None:
     dropout = getattr(config, "attention_dropout", 0.0)
     if dropout:
         raise _refusal("attention_dropout", dropout, "a shared token would be dropped differently in each rollout")
+    for field in _ROUTER_NOISE:
+        if getattr(config, field, None):
+            reason = "a shared token would be sent to other experts in each rollout"
+            raise _refusal(field, getattr(config, field), reason)
     for field in _SINK_FIELDS:
         if getattr(config, field, None):
             raise _refusal(field, getattr(config, field), "the tree attention has no attention sinks")
@@ -40,6 +45,10 @@ def check_supported(config) -> None:
 
 def _check_layers(config) -> None:
     types = getattr(config, "layer_types", None) or []
+    # Without layer_types (Qwen3-MoE) one window holds for all layers; with them a config may carry one that none uses.
+    window = getattr(config, "sliding_window", None)
+    if not types and window and getattr(config, "use_sliding_window", True):
+        raise _refusal("sliding_window", window, "the tree attention has no sliding window, and all layers have one")
     for index, kind in enumerate(types):
         if kind == "sliding_attention":
             window = getattr(config, "sliding_window", None)

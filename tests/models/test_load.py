@@ -107,6 +107,51 @@ def test_the_text_part_of_a_vision_folder_goes_back_into_it(vision_folder, tmp_p
     assert text.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 14)
 
 
+MOE = ("tiny-qwen3-moe", "tiny-qwen3.5-moe", "tiny-qwen3-next")
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["one tensor an expert", "stacked experts"])
+@pytest.mark.parametrize("preset", MOE)
+def test_one_trained_expert_goes_back_into_a_folder_however_it_stores_experts(preset, stacked, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    first = load_model(preset, torch.bfloat16, vocab_size=32)
+    save_model(first, source)
+    if stacked:
+        save_file(first.state_dict(), source / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(source, torch.float32)
+    prepare_for_trees(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj[3] += 1
+        model.model.layers[2].mlp.gate.weight += 1
+    save_model(model, out, source=source)
+    before, after = source_tensors(source), source_tensors(out)
+    assert before.keys() == after.keys()
+    changed = {name.split("layers.")[1] for name in after if not torch.equal(before[name], after[name])}
+    trained = ["gate_up_proj"] if stacked else ["3.gate_proj.weight", "3.up_proj.weight"]
+    assert changed == {*("0.mlp.experts." + name for name in trained), "2.mlp.gate.weight"}
+    loaded = load_model(out, torch.float32).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor.to(first.state_dict()[name].dtype).float()), name
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3-moe"])
+def test_tied_embeddings_stay_tied_through_a_folder(preset, tmp_path):
+    config = PRESETS[preset](32)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    model = load_model(tmp_path / "source", torch.float32)
+    prepare_for_trees(model)
+    perturb(model)
+    save_model(model, tmp_path / "new")
+    save_model(model, tmp_path / "back", source=tmp_path / "source")
+    for folder in ("new", "back"):
+        loaded = load_model(tmp_path / folder, torch.float32)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), name
+        assert "lm_head.weight" not in source_tensors(tmp_path / folder)
+
+
 def test_tensors_that_did_not_change_keep_their_bits_through_a_narrower_dtype(tmp_path):
     save_model(load_model("tiny-qwen3", torch.float32), tmp_path / "source")
     model = load_model(tmp_path / "source", torch.bfloat16)
@@ -171,7 +216,7 @@ def test_saving_refuses_a_source_of_another_model(tmp_path):
 
 
 def test_loading_errors_say_what_was_expected(tmp_path):
-    with pytest.raises(ValueError, match=r"'qwen' is neither a preset \(tiny-qwen3, tiny-qwen3.5\) nor a local"):
+    with pytest.raises(ValueError, match=r"'qwen' is neither a preset \(tiny-llama, .*tiny-qwen3-next\) nor a local"):
         load_model("qwen", torch.float32)
     save_model(load_model("tiny-qwen3", torch.float32, vocab_size=32), tmp_path / "whole")
     with pytest.raises(ValueError, match="a vocabulary of 7 was asked for, but the folder .* has its own"):

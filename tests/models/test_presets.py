@@ -42,16 +42,21 @@ def test_attention_is_far_from_uniform_and_hidden_states_keep_their_size(preset,
     assert 1.0 < out.logits.std() < 2.5
 
 
-def test_hybrid_has_one_softmax_layer_and_the_dense_model_four():
-    hybrid, dense = load_model("tiny-qwen3.5", torch.float32), load_model("tiny-qwen3", torch.float32)
+HYBRIDS = ("tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-qwen3-next")
+
+
+@pytest.mark.parametrize("preset", HYBRIDS)
+def test_hybrids_have_one_softmax_layer_and_the_dense_model_four(preset):
+    hybrid, dense = load_model(preset, torch.float32), load_model("tiny-qwen3", torch.float32)
     assert hybrid.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
     assert dense.config.layer_types == ["full_attention"] * 4
     assert len(list(gdn_layers(hybrid))) == 3 and not list(gdn_layers(dense))
 
 
+@pytest.mark.parametrize("preset", HYBRIDS)
 @pytest.mark.parametrize("seed", range(5))
-def test_states_of_random_hybrids_live_for_more_than_64_tokens(seed):
-    assert 64 < state_half_life(load_model("tiny-qwen3.5", torch.float32, seed=seed)) < 2000
+def test_states_of_random_hybrids_live_for_more_than_64_tokens(preset, seed):
+    assert 64 < state_half_life(load_model(preset, torch.float32, seed=seed)) < 2000
 
 
 def test_state_half_life_is_the_median_over_heads():

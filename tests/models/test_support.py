@@ -38,7 +38,8 @@ REFUSED = [
         r"layer_types\[1\] is 'sliding_attention': .*\(sliding_window is 128\)",
     ),
     ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types\[3\] is 'chunked_attention'"),
-    ({"model_type": "qwen9"}, r"model_type is 'qwen9': supported architectures are qwen3, qwen3_5_text"),
+    ({"router_jitter_noise": 0.01}, r"router_jitter_noise is 0.01: .*other experts in each rollout"),
+    ({"model_type": "qwen9"}, r"model_type is 'qwen9': supported architectures are llama, qwen3, .*, qwen3_next$"),
 ]
 
 
@@ -48,9 +49,16 @@ def test_inexact_models_are_refused_by_field_and_reason(changes, message):
         check_supported(config(**changes))
 
 
-def test_gdn_with_another_activation_is_refused():
+@pytest.mark.parametrize("preset", ["tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-qwen3-next"])
+def test_gdn_with_another_activation_is_refused(preset):
     with pytest.raises(ValueError, match="hidden_act is 'gelu': the GDN convolution is followed by SiLU"):
-        check_supported(config("tiny-qwen3.5", hidden_act="gelu"))
+        check_supported(config(preset, hidden_act="gelu"))
+
+
+def test_a_window_for_all_layers_is_refused():
+    with pytest.raises(ValueError, match="sliding_window is 64: .*all layers have one"):
+        check_supported(config("tiny-qwen3-moe", sliding_window=64, use_sliding_window=True))
+    check_supported(config("tiny-qwen3-moe", sliding_window=64, use_sliding_window=False))
 
 
 def test_sliding_window_that_no_layer_uses_is_no_obstacle():
@@ -62,7 +70,8 @@ def test_sliding_window_that_no_layer_uses_is_no_obstacle():
     [
         ("gpt_oss", "model_type is 'gpt_oss': .*attention sinks"),
         ("gemma2", "attn_logit_softcapping is 50.0"),
-        ("llama", "model_type is 'llama'"),
+        ("mistral", "sliding_window is 4096: .*all layers have one"),
+        ("olmo", "model_type is 'olmo'"),
     ],
 )
 def test_other_architectures_of_the_library_are_refused(model_type, message):

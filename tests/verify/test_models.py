@@ -1,0 +1,29 @@
+"""`verify` of the models that `test_verify` leaves out: cut packs, one to three ranks, float64 and float32."""
+
+import pytest
+
+from cp_engine.verify.run import VerifyOptions, run_flat, verify_tree
+from tests.verify.test_verify import on_ranks, sample, this_rank
+
+MODELS = ("tiny-llama", "tiny-qwen3-moe", "tiny-qwen3.5-moe", "tiny-qwen3-next")
+CASES = (
+    {"dtype": "float64", "exchange": "ring"},
+    {"dtype": "float32", "exchange": "gather"},
+)
+
+
+def verify_cases(model: str) -> list[dict]:
+    ranks, results = this_rank(), []
+    for case in CASES:
+        options = VerifyOptions(model=model, loss="grpo", max_pack_tokens=130, **case)
+        results.append(verify_tree(run_flat(sample(8), options, ranks), options, ranks))
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_tree_equals_flat_rows(model, world):
+    for case, result in zip(CASES, on_ranks(world, verify_cases, model), strict=True):
+        assert result["ok"], (case, result["reasons"])
+        assert result["bound"] == {"float64": 1e-10, "float32": 2e-5}[case["dtype"]]
+        assert result["packs"] > 1
