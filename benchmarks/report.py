@@ -67,6 +67,18 @@ MiB that the busiest rank sends or receives. Efficiency: pairs a GPU and second 
 of the pairs to itself.
 """
 
+GDN = """Kernels of one layer with 16 query and key heads, 32 value heads, K = V = 128, bf16, on one card. `tree`: our
+kernels on the tree; `flat`: on every rollout alone; `straight`: on one sequence of the tree's tokens; `fla_levels`: a
+full set of fla's kernels for each tree level; `fla_flat` and `fla_straight`: fla's operator as it is called today.
+Chunks: 64 x chunks over tokens. Over many: time over that of as many tokens at the rate of our kernels on the rollouts
+of `grpo_5k16` alone. Gain: time of `flat` over that of the method. Error: relative root mean square of the worst result
+against float64 on some rollouts, and the worst segment's largest difference over its largest value. No gain is given to
+wrong values, nor to a backward that fla refuses on this card (timing only).
+"""
+
+GDN_SWEEP = """Launch options of our kernels, each checked as above.
+"""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -186,6 +198,38 @@ def _attention_table(records: list[dict], about: tuple[str, ...], figures: tuple
     return table(head, rows)
 
 
+def gdn_times(records: list[dict]) -> str:
+    head = (
+        "workload",
+        "method",
+        "tokens",
+        "chunks",
+        "forward, ms",
+        "backward, ms",
+        "over many",
+        "gain",
+        "error",
+        "GiB",
+    )
+    rows, stages = [], []
+    for r in records:
+        note = (", values wrong" if not r["right"] else "") + (", timing only" if r["timing_only"] else "")
+        rows.append(
+            [r["workload"], r["method"] + note, f"{r['tokens']:,}", f"{r['partial']:.3f}"]
+            + [f"{r[key]:.2f}" for key in ("fwd_ms", "bwd_ms")]
+            + [_cell(r[key]) for key in ("vs_many", "vs_flat")]
+            + [f"{r['max_err']:.2g}, {r['segment_err']:.2g}", f"{r['peak_gib']:.1f}"]
+        )
+        for direction, table_of in r["stages"].items():
+            total = max(1e-9, sum(ms for ms, _ in table_of.values()))
+            stages += [
+                [r["workload"], r["method"], direction, name, f"{ms:.3f}", f"{ms / total:.0%}", f"{least:.3f}"]
+                for name, (ms, least) in table_of.items()
+            ]
+    head_of_stages = ("workload", "method", "direction", "stage", "ms", "share", "least ms by memory traffic")
+    return table(head, rows) + "\n" + table(head_of_stages, stages)
+
+
 def every_column(records: list[dict]) -> str:
     columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
     columns = [k for k in columns if any(r.get(k) is not None for r in records)]
@@ -204,6 +248,8 @@ SECTIONS = {
     "planner-quality": Section("Layouts", QUALITY, quality),
     "planner-time": Section("Time to plan", TIMES, times),
     "packing": Section("Packing", PACKING, packing),
+    "gdn": Section("Gated delta rule, one card", GDN, gdn_times),
+    "gdn-sweep": Section("Gated delta rule, launch options", GDN_SWEEP, every_column),
     "forest": Section("Building the forests of the seven sets", "Median of repeats on one core.\n", every_column),
     "attention": Section("Attention", ATTENTION, attention),
 }

@@ -46,3 +46,16 @@ def test_attention_has_a_table_a_workload_and_one_of_several_gpus():
         "| art | 2 | 196,818 | spread | gather | peer | auto | 5.00 | 16.50 | 21.50 | 250 / 224 | 0.31 | 120.5 | 0.97 |"
     )
     assert row in text and text.count("### Several GPUs") == 1 and "| ring | peer | auto |" in text
+
+
+def test_gdn_times_name_what_counts_and_what_does_not():
+    right = {"bench": "gdn", "workload": "toy", "method": "tree", "tokens": 5000, "partial": 1.0512, "fwd_ms": 1.0}
+    right |= {"bwd_ms": 3.0, "vs_many": 1.05, "vs_flat": 6.5, "max_err": 0.004, "segment_err": 0.01, "peak_gib": 2.0}
+    right |= {"right": True, "timing_only": False, "stages": {"fwd": {"states": [0.75, 0.25], "rest": [0.25, 0.0]}}}
+    timed = right | {"method": "fla_flat", "timing_only": True, "vs_flat": None, "stages": {}}
+    wrong = right | {"method": "flat", "right": False, "vs_many": None, "vs_flat": None, "stages": {}}
+    text = page([record | STAMPED for record in (right, timed, wrong)])
+    assert "| toy | tree | 5,000 | 1.051 | 1.00 | 3.00 | 1.05 | 6.5 | 0.004, 0.01 | 2.0 |" in text
+    assert "| toy | fla_flat, timing only | 5,000 | 1.051 | 1.00 | 3.00 | 1.05 | – |" in text
+    assert "| toy | flat, values wrong | 5,000 | 1.051 | 1.00 | 3.00 | – | – |" in text
+    assert "| toy | tree | fwd | states | 0.750 | 75% | 0.250 |" in text

@@ -1,0 +1,113 @@
+"""Time of each stage of our gated delta rule, and the least time that its memory traffic takes.
+
+The stages are timed inside a whole forward or backward, so what runs is what the layer runs. A stage's traffic is every
+distinct tensor that goes into or comes out of it, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks.clock import REPEATS, laps_ms
+
+# Where the stages look up what they call, by the name in the table.
+STAGES = {
+    "cumsum": ("cp_engine.kernels.gdn.fla_stages", "cumulative_decay"),
+    "solve": ("cp_engine.kernels.gdn.fla_stages", "solve"),
+    "states": ("cp_engine.kernels.gdn.triton.forward_pass", "run_states"),
+    "output": ("cp_engine.kernels.gdn.fla_stages", "output"),
+    "dv_local": ("cp_engine.kernels.gdn.fla_stages", "value_gradient_inside"),
+    "adjoint": ("cp_engine.kernels.gdn.triton.backward_pass", "run_adjoint"),
+    "dqkwg": ("cp_engine.kernels.gdn.triton.dqkwg", "dqkwg"),
+    "wy_backward": ("cp_engine.kernels.gdn.fla_stages", "solve_backward"),
+    "cumsum_backward": ("cp_engine.kernels.gdn.fla_stages", "decay_gradient"),
+}
+REST = "rest"  # between the stages: casts, sums over the heads of a group, additions
+BYTES_A_MS = 4.28e9  # device copy on the card of the anchors
+
+
+def tensors_in(value) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def traffic_bytes(*values) -> int:
+    """Bytes of the distinct tensors in arguments and results."""
+    found = {(x.data_ptr(), x.numel()): x.numel() * x.element_size() for x in tensors_in(values)}
+    return sum(found.values())
+
+
+class _Watch:
+    """Milliseconds and bytes of every stage call."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.open: list[tuple[str, Callable[[], float]]] = []
+        self.bytes: dict[str, int] = defaultdict(int)
+
+    def around(self, name: str, stage: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if self.device.type != "cuda":
+                found = []
+                (ms,) = laps_ms([lambda: found.append(stage(*args, **kwargs))], self.device)
+                (result,) = found
+                self.open.append((name, lambda: ms))
+            else:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                result = stage(*args, **kwargs)
+                end.record()
+                self.open.append((name, lambda: start.elapsed_time(end)))
+            self.bytes[name] += traffic_bytes(args, tuple(kwargs.values()), result)
+            return result
+
+        return call
+
+    def taken(self) -> dict[str, float]:
+        """Sums since the last call, of a device that has finished."""
+        sums: dict[str, float] = defaultdict(float)
+        for name, ms in self.open:
+            sums[name] += ms()
+        self.open = []
+        return sums
+
+
+@contextmanager
+def _watched(watch: _Watch) -> Iterator[None]:
+    places = {name: (importlib.import_module(module), attribute) for name, (module, attribute) in STAGES.items()}
+    originals = {name: getattr(module, attribute) for name, (module, attribute) in places.items()}
+    for name, (module, attribute) in places.items():
+        setattr(module, attribute, watch.around(name, originals[name]))
+    try:
+        yield
+    finally:
+        for name, (module, attribute) in places.items():
+            setattr(module, attribute, originals[name])
+
+
+def stage_table(call: Callable[[], object], device: torch.device) -> dict[str, list[float]]:
+    """[median ms, least ms by memory traffic] of each stage inside ``call``, which has run before."""
+    watch = _Watch(device)
+    every: dict[str, list[float]] = defaultdict(list)
+    with _watched(watch):
+        for _ in range(REPEATS):
+            (total,) = laps_ms([call], device)
+            sums = watch.taken()
+            for name, ms in sums.items():
+                every[name].append(ms)
+            every[REST].append(max(0.0, total - sum(sums.values())))
+    bound = {name: count / REPEATS / BYTES_A_MS for name, count in watch.bytes.items()}
+    return {name: [round(statistics.median(ms), 3), round(bound.get(name, 0.0), 3)] for name, ms in every.items()}

@@ -1,0 +1,180 @@
+"""The GDN benchmark in Triton's interpreter, on small forests in float32; `test_gdn_benchmark.py` runs this file."""
+
+from tests.kernels.interpreted import integer_masks  # isort: skip  # noqa: F401  # before anything that imports Triton
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import gdn, gdn_check, gdn_rivals, gdn_stages, gdn_sweep, gdn_tuning
+from benchmarks.gdn_stages import STAGES
+from benchmarks.gdn_workloads import NAMES, Problem
+from cp_engine.layers.gdn import GdnHeads
+from tests.gdn_oracle import forest_of_segments
+
+HEADS = GdnHeads(1, 2, 16, 16)
+SEGMENTS = [(-1, 66), (0, 5), (0, 3), (-1, 2)]
+FLOAT32 = 1e-5
+NO_FLOOR = dict.fromkeys(NAMES, 0.0)
+
+
+def small(forest, sample_tokens=140) -> Problem:
+    """Of the rollouts of `SEGMENTS` (66, 71, 69 and 2 tokens) the first two and the last are in the sample."""
+    return Problem.make(forest, HEADS, "cpu", torch.float32, sample_tokens)
+
+
+@pytest.fixture(autouse=True)
+def one_option(monkeypatch):
+    gdn_tuning.keep_option(0)
+    monkeypatch.setattr(gdn, "median_ms", lambda call, device: 1.0)
+    monkeypatch.setattr(gdn_stages, "REPEATS", 1)
+
+
+@pytest.fixture
+def plain_rule(monkeypatch):
+    """fla's operator in plain torch, token by token: its own state kernels do not run in the interpreter."""
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+
+    def rule(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens):
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        outs, finals = [], []
+        for i, (begin, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+            own = (x[:, begin:end] for x in (q, k, v, beta, g))
+            above = None if initial_state is None else initial_state[i][None]
+            out, final = naive_recurrent_gated_delta_rule(*own, initial_state=above, output_final_state=True)
+            outs.append(out)
+            finals.append(final)
+        return torch.cat(outs, 1), torch.cat(finals)
+
+    monkeypatch.setattr(gdn_rivals, "fla_rule", lambda: rule)
+
+
+def test_every_method_is_right_and_compared(plain_rule):
+    forest = forest_of_segments(SEGMENTS)
+    records = gdn.run_workload("toy", list(gdn_rivals.METHODS), forest, small)
+    by_method = {record["method"]: record for record in records}
+    assert set(by_method) == set(gdn_rivals.METHODS)
+    for record in records:
+        assert record["right"] and not record["timing_only"] and set(record["errors"]) == set(NAMES), record
+        assert max(record["max_err"], record["segment_err"]) <= FLOAT32, record
+    stages = by_method["tree"]["stages"]
+    assert set(stages["fwd"]) == {"cumsum", "solve", "states", "output", "rest"}
+    assert set(stages["bwd"]) == set(STAGES) - {"output"} | {"rest"}
+    assert by_method["tree"]["tokens"] == 76 and by_method["flat"]["tokens"] == forest.flat_tokens == 208
+    assert by_method["tree"]["chunks"] == 5 and by_method["straight"]["chunks"] == 2
+    gdn.compare(records, by_method["flat"])
+    assert by_method["tree"]["vs_many"] == pytest.approx(208 / 76, abs=1e-3) and by_method["tree"]["vs_flat"] == 1.0
+    assert by_method["straight"]["vs_flat"] is None
+    gdn.show(records)
+
+
+def with_tables(monkeypatch, change):
+    made = gdn_rivals.tables_of
+
+    def tables_of(forest, device):
+        tables = made(forest, device)
+        return replace(tables, all=change(tables.all)) if tables.all.slots > 1 else tables
+
+    monkeypatch.setattr(gdn_rivals, "tables_of", tables_of)
+
+
+def forgotten_entry_states(walk):
+    chains = walk.chains.clone()
+    chains[:, 2] = 0
+    return replace(walk, chains=chains)
+
+
+def missing_branch_sum(walk):
+    ends = walk.reader_ptr.clone()
+    ends[-1] -= 1
+    return replace(walk, reader_ptr=ends)
+
+
+FORK = [(-1, 20), (0, 5), (0, 3)]
+
+
+def test_a_wrong_tree_gets_no_speed_up(monkeypatch):
+    with_tables(monkeypatch, forgotten_entry_states)
+    records = gdn.run_workload("toy", ["tree", "flat"], forest_of_segments(FORK), small)
+    gdn.compare(records, records[1])
+    assert records[1]["right"] and not records[0]["right"]
+    assert records[0]["vs_flat"] is None and records[0]["vs_many"] is None
+
+
+def test_a_missing_branch_sum_is_seen(monkeypatch):
+    with_tables(monkeypatch, missing_branch_sum)
+    problem = small(forest_of_segments(FORK))
+    found = gdn_check.check(gdn_rivals.METHODS["tree"], problem, NO_FLOOR)
+    assert not found["right"] and found["errors"]["o"][0] <= FLOAT32 < found["errors"]["dk"][0]
+
+
+def test_levels_with_swapped_states_are_wrong(monkeypatch, plain_rule):
+    made = gdn_rivals.levels_of
+    forest = forest_of_segments([(-1, 30), (-1, 20), (0, 5), (1, 5)])
+    problem = small(forest)
+    floor = gdn_check.floor_of(problem)
+    assert gdn_check.check(gdn_rivals.METHODS["fla_levels"], problem, floor)["right"]
+
+    def swapped(forest, device):
+        levels = made(forest, device)
+        return [replace(x, parent=None if x.parent is None else x.parent.flip(0)) for x in levels]
+
+    monkeypatch.setattr(gdn_rivals, "levels_of", swapped)
+    assert not gdn_check.check(gdn_rivals.METHODS["fla_levels"], problem, floor)["right"]
+
+
+def test_gradients_outside_the_sample_are_seen(monkeypatch):
+    problem = small(forest_of_segments(FORK), 48)
+    outside = gdn_rivals.Ours.gradients
+    assert (problem.sample_row < 0).any()
+
+    def leaking(self):
+        return tuple(x + 1e-30 * (problem.sample_row < 0).view(-1, *[1] * (x.dim() - 1)) for x in outside(self))
+
+    monkeypatch.setattr(gdn_rivals.Ours, "gradients", leaking)
+    found = gdn_check.check(gdn_rivals.METHODS["tree"], problem, NO_FLOOR)
+    assert not found["right"] and max(found["max_err"], found["segment_err"]) <= FLOAT32
+
+
+def test_sweep_checks_every_option_and_restores_ours():
+    problem = small(forest_of_segments(FORK))
+    before = [gdn_tuning.sizes_of(kernel) for kernel in ("states", "dqkwg")]
+    records = gdn_sweep.sweep("toy", problem, [(16, 4, 1)])
+    assert [gdn_tuning.sizes_of(kernel) for kernel in ("states", "dqkwg")] == before
+    assert len(records) == 3 and all(record["right"] and record["ms"] > 0 for record in records)
+    assert len({record["method"] for record in records}) == 3
+
+
+def test_the_refusal_of_fla_is_lifted_for_the_time_of_a_measurement(monkeypatch):
+    from fla.ops.common import chunk_o
+
+    for name, value in {"IS_NVIDIA_HOPPER": True, "TRITON_ABOVE_3_4_0": True, "TRITON_ABOVE_3_7_1": False}.items():
+        assert hasattr(chunk_o, name)
+        monkeypatch.setattr(chunk_o, name, value)
+    assert gdn_rivals.fla_refuses()
+    rows = [torch.zeros(1, 4, 1, 16) for _ in range(6)]
+    call = dict(zip(("q", "k", "v", "do", "h", "dh"), rows, strict=True), g=torch.zeros(1, 4, 1))
+    with pytest.raises(RuntimeError, match="#640"):
+        chunk_o.chunk_bwd_dqkwg(**call)
+    with gdn_rivals.fla_refusal_lifted():
+        assert not gdn_rivals.fla_refuses()
+    assert gdn_rivals.fla_refuses()
+
+
+def test_where_fla_refuses_only_values_are_compared(monkeypatch, plain_rule):
+    monkeypatch.setattr(gdn_check, "fla_refuses", lambda: True)
+    records = gdn.run_workload("toy", ["fla_levels", "flat"], forest_of_segments(FORK), small)
+    gdn.compare(records, records[1])
+    assert records[0]["timing_only"] and set(records[0]["errors"]) == {"o"}
+    assert records[0]["right"] and records[0]["vs_flat"] is None and records[0]["vs_many"] is not None
+
+
+def test_flat_parts_hold_every_rollout_once():
+    forest = forest_of_segments(SEGMENTS)
+    parts = list(gdn_rivals.flat_parts(forest, 140))
+    assert np.array_equal(np.concatenate([part.token for part in parts]), forest.flat_to_tree())
+    assert max(part.forest.tokens for part in parts) <= 140 and len(parts) == 2
+    owners = np.concatenate([part.token[part.owner] for part in parts])
+    assert np.array_equal(np.sort(owners), np.arange(forest.tokens))

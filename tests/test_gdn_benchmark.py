@@ -1,0 +1,22 @@
+"""The GDN benchmark: one GPU's methods in Triton's interpreter, the two-rank layer on gloo ranks.
+
+The interpreter has to be switched on before Triton is imported, so its cases run in a process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    pytest.importorskip("fla")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_gdn_benchmark.py"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
