@@ -14,6 +14,7 @@ from benchmarks.attention_problem import Problem, make_problem
 from benchmarks.attention_rivals import METHODS, Backend, Flex, block_mask, one_call
 from benchmarks.attention_workloads import WORKLOADS, Workload, one_gpu_forest, workload_forest
 from benchmarks.record import append
+from tests import dense_rivals
 from tests.kernels.attention_oracle import Tensors, dense_attention, visible
 
 CPU = torch.device("cpu")
@@ -92,6 +93,15 @@ def test_flat_rollouts_in_several_calls_add_up_to_the_tree():
         assert all(len(call.lengths) == 1 or call.lengths.numel() * call.longest <= 400 for call in calls)
         (record,) = attention.run_workload("toy", ["flat_fa2"], None, CPU, dtype=torch.float64)
     assert record["max_err"] < 1e-6  # sums are in float32
+
+
+def test_rivals_compute_the_tree():
+    rivals = ["flat_fa2", "flat_fa4", "cudnn_raw"]
+    with dense_rivals.installed():
+        records = attention.run_workload("toy", rivals, None, CPU, dtype=torch.float64)
+    assert [record["method"] for record in records] == rivals
+    assert all(record["max_err"] < 1e-6 for record in records)
+    assert min(record["vs_best"] for record in records) == 1 and records[2]["vs_flat"] > 0
 
 
 def test_rollouts_are_grouped_by_length():
