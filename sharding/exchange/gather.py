@@ -27,9 +27,12 @@ from cp_engine.sharding.exchange.transport import Arrival, Part, Shipment, Trans
 from cp_engine.sharding.row_exchange import Moves
 
 MOST_GROUPS = 4
-# Measured on an H200 (docs/log.md, 2026-11-29): a peer's memory is read at 353 GB/s, own memory copied at 4,280 GB/s.
+# Measured on an H200 (docs/log.md, 2026-11-29): a peer's memory is read at 353 GB/s, own memory copied at 4,280 GB/s
+# (read and written).
 READ_BYTES_PER_NS, COPY_BYTES_PER_NS = 353, 2140
-GROUP_NS = 40_000  # launches of one more group, predicted
+GROUP_NS = 60_000  # launches of one more group, forward and backward; predicted
+# A kernel copies the heads of a group out of q in forward, out of q, out and dout in backward; and out is joined.
+HEAD_COPIES = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,7 @@ class GatherTables:
     groups: int | None = None  # head groups; None: `head_groups` decides
 
 
-def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int, itemsize: int) -> int:
+def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> int:
     """In how many groups the kv heads are worked off: the same on every rank, since it comes from what all know.
 
     One group more hides a part of the fetching, but each kernel then copies its heads out of q and into out.
@@ -57,9 +60,11 @@ def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int
                 f"exchange gather can use 1 to {kv_heads} groups of {kv_heads} kv heads; got {tables.groups}"
             )
         return tables.groups
-    moved = max(tables.moves.most_out, tables.moves.back.most_out) * 2 * kv_heads * size * itemsize
-    fetch_ns = moved // READ_BYTES_PER_NS
-    copy_ns = max(tables.rank_rows) * 2 * query_heads * size * itemsize // COPY_BYTES_PER_NS
+    row = 2 * kv_heads * size
+    rows = max(tables.moves.most_out, tables.moves.back.most_out)
+    # Keys and values come twice, their gradients go home once.
+    fetch_ns = rows * row * (2 * dtype.itemsize + accumulation_dtype(dtype).itemsize) // READ_BYTES_PER_NS
+    copy_ns = max(tables.rank_rows) * query_heads * size * dtype.itemsize * HEAD_COPIES // COPY_BYTES_PER_NS
     times = {
         groups: fetch_ns // groups + (copy_ns if groups > 1 else 0) + groups * GROUP_NS
         for groups in range(1, MOST_GROUPS + 1)
@@ -76,7 +81,7 @@ class _Group:
 
 def _groups(tables: GatherTables, q: torch.Tensor, k: torch.Tensor) -> list[_Group]:
     kv_heads, share = k.shape[1], q.shape[1] // k.shape[1]
-    number = head_groups(tables, q.shape[1], kv_heads, k.shape[2], k.element_size())
+    number = head_groups(tables, q.shape[1], kv_heads, k.shape[2], k.dtype)
     bounds = [kv_heads * g // number for g in range(number + 1)]
     return [
         _Group(slice(lo, hi), slice(lo * share, hi * share)) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)

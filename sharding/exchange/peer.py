@@ -24,6 +24,7 @@ Shapes: P ranks.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -161,6 +162,8 @@ class CudaSideStream:
 
 def on_cuda(group: dist.ProcessGroup, device: torch.device) -> PeerTransport:
     """The transport of a group whose ranks have each a GPU of one host."""
+    # Rendezvous would set up multicast, which nothing here uses; barriers take another kernel where it is there.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed._symmetric_memory as symmetric_memory
 
     held: list[torch.Tensor] = []
