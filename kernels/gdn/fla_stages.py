@@ -27,9 +27,6 @@ CONTRACT = {
     ("fla.ops.gated_delta_rule.wy_fast", "prepare_wy_repr_bwd"): (
         "k", "v", "beta", "A", "dw", "du", "g", "cu_seqlens", "chunk_indices",
     ),
-    ("fla.ops.common.chunk_o", "chunk_fwd_o"): (
-        "q", "k", "v", "h", "g", "scale", "cu_seqlens", "chunk_size", "chunk_indices",
-    ),
     ("fla.ops.common.chunk_o", "chunk_bwd_dv_local"): (
         "q", "k", "do", "g", "scale", "cu_seqlens", "chunk_size", "chunk_indices",
     ),
@@ -103,19 +100,6 @@ def solve_backward(
         k=k[None], v=v[None], beta=beta[None], A=inverse[None], dw=dw[None], du=du[None], g=decay[None], **at.where()
     )
     return dk[0], dv[0], dbeta[0], dtotal[0]
-
-
-def output(
-    q: torch.Tensor, k: torch.Tensor, new_v: torch.Tensor, entering: torch.Tensor, decay: torch.Tensor, at: Sequences
-) -> torch.Tensor:
-    """o [n, H, V] from v' [n, H, V] and the states entering the chunks [N, H, K, V]; q is not scaled."""
-    from fla.ops.common.chunk_o import chunk_fwd_o
-
-    o = chunk_fwd_o(
-        q=q[None], k=k[None], v=new_v[None], h=entering[None], g=decay[None], scale=q.shape[2] ** -0.5,
-        chunk_size=at.chunk_size, **at.where(),
-    )  # fmt: skip
-    return o[0]
 
 
 def value_gradient_inside(

@@ -81,17 +81,37 @@ def changed(walk, name: str, tensor: torch.Tensor):
     return replace(walk, **{name: tensor})
 
 
+def with_wave(tables, name: str, tensor: torch.Tensor):
+    (wave,) = tables.waves
+    return replace(tables, waves=(changed(wave, name, tensor),))
+
+
+def swapped(column: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """The two values of ``column`` that ``inner`` selects trade places."""
+    first, second = column[inner].unique()
+    return torch.where(column == first, second, torch.where(column == second, first, column))
+
+
 def forgotten_entry(tables):
-    starts = tables.all.chains.clone()
+    starts = tables.waves[0].chains.clone()
     starts[starts[:, 2] <= tables.entries, 2] = 0
-    return replace(tables, all=changed(tables.all, "chains", starts))
+    return with_wave(tables, "chains", starts)
 
 
 def swapped_siblings(tables):
-    starts = tables.all.chains.clone()
-    first, second = starts[starts[:, 2] > tables.entries, 2].unique()
-    starts[:, 2] = torch.where(starts[:, 2] == first, second, torch.where(starts[:, 2] == second, first, starts[:, 2]))
-    return replace(tables, all=changed(tables.all, "chains", starts))
+    starts = tables.waves[0].chains.clone()
+    starts[:, 2] = swapped(starts[:, 2], starts[:, 2] > tables.entries)
+    return with_wave(tables, "chains", starts)
+
+
+def swapped_sibling_rows(tables):
+    """Only the stages around the state pass read the wrong states."""
+    wave = tables.waves[0]
+    chunks, firsts = wave.chunks.clone(), wave.chains[wave.chains[:, 2] > tables.entries, 0].long()
+    is_first = torch.zeros(len(chunks), dtype=torch.bool)
+    is_first[firsts] = True
+    chunks[firsts, 5] = swapped(chunks[:, 5], is_first)[firsts]
+    return with_wave(tables, "chunks", chunks)
 
 
 def without_last_reader(walk):
@@ -101,7 +121,7 @@ def without_last_reader(walk):
 
 
 def missing_branch_sum(tables):
-    return replace(tables, all=without_last_reader(tables.all))
+    return replace(tables, waves=(without_last_reader(tables.waves[0]),))
 
 
 def missing_branch_sum_above_an_entry(tables):
@@ -109,9 +129,9 @@ def missing_branch_sum_above_an_entry(tables):
 
 
 def lost_exit_gradient(tables):
-    chunks = tables.all.chunks.clone()
+    chunks = tables.waves[0].chunks.clone()
     chunks[:, 3] = -1
-    return replace(tables, all=changed(tables.all, "chunks", chunks))
+    return with_wave(tables, "chunks", chunks)
 
 
 def summary_from_zero(tables):
@@ -125,6 +145,7 @@ def summary_from_zero(tables):
     [
         (forgotten_entry, {"o", "dq", "dk", "dg"}),
         (swapped_siblings, {"o", "dq", "dk"}),
+        (swapped_sibling_rows, {"o", "dq", "dk"}),
         (missing_branch_sum, {"dk", "dv", "dg", "dbeta"}),
         (missing_branch_sum_above_an_entry, {"dentry"}),
         (lost_exit_gradient, {"dk", "dv", "dg", "dbeta"}),
@@ -138,18 +159,38 @@ def test_planted_faults_show(fault, shows):
     assert all(found[name] > 1e-3 for name in shows), found
 
 
+def test_waves_of_trees_equal_the_reference(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("cp_engine.kernels.gdn.triton.chain_tables"), "WAVE", 3)
+    forest = forest_of_segments([(-1, 20), (0, 3), (0, 65), (-1, 2), (3, 1), (3, 2), (-1, 70), (-1, 5)])
+    mine = case(whole_plan(forest), 0, (1, 2, 16, 16))
+    tables = mine.tables()
+    assert len(tables.waves) == 3
+    assert sorted(torch.cat([wave.members for wave in tables.waves]).tolist()) == list(range(tables.chunks))
+    found = errors(mine, tables)
+    assert max(found.values()) <= BOUND, found
+
+
+def test_siblings_share_a_row_and_leaves_have_none():
+    # A trunk of two chunks with 50 leaves of one chunk: the trunk's states are all that is kept.
+    (wave,) = case(whole_plan(forest_of_segments([(-1, 100)] + [(0, 3)] * 50)), 0, (1, 1, 16, 16)).tables().waves
+    assert (wave.rows, wave.slots) == (2, 2)
+    assert wave.chunks[:, 5].tolist() == [-1, 0] + [1] * 50
+    assert wave.chunks[:, 6].tolist() == [0, 1] + [-1] * 50
+
+
 def test_launches_follow_the_leaves_not_the_depth():
     comb = comb_rows(70).forest
     for forest in (comb, *(random_forest(seed, 40) for seed in range(5))):
         plan = whole_plan(forest)
         tables = case(plan, 0, (1, 1, 16, 16)).tables()
         leaves = forest.segments - len(set(forest.parent[forest.parent >= 0].tolist()))
-        assert len(tables.all.levels) <= np.log2(leaves) + 1
+        (wave,) = tables.waves
+        assert len(wave.levels) <= np.log2(leaves) + 1
         assert len(tables.summary.chains) == len(tables.through.chains) == 0
-        lengths = tables.all.chains[:, 1]
+        lengths = wave.chains[:, 1]
         assert int(lengths.sum()) == tables.chunks
-        assert all((lengths[begin:end].diff() <= 0).all() for begin, end in tables.all.levels)
-    assert len(case(whole_plan(comb), 0, (1, 1, 16, 16)).tables().all.levels) == 2
+        assert all((lengths[begin:end].diff() <= 0).all() for begin, end in wave.levels)
+    assert len(case(whole_plan(comb), 0, (1, 1, 16, 16)).tables().waves[0].levels) == 2
 
 
 def test_contract_with_fla():
@@ -178,7 +219,7 @@ def test_values_of_fla_stages():
     g = torch.rand(tables.tokens, 1, generator=torch.Generator().manual_seed(0))
     at = fla_stages.Sequences(tables.fragment_row, tables.chunk_fragment, tables.chunk_size)
     summed = fla_stages.decay_gradient(g, at)
-    for start, tokens in tables.all.chunks[:, :2].tolist():
+    for start, tokens in tables.waves[0].chunks[:, :2].tolist():
         part = g[start : start + tokens].double()
         assert relative_errors([summed[start : start + tokens]], [part.flip(0).cumsum(0).flip(0)])[0] <= BOUND
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import triton as gdn
-from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, primitives
+from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, output, primitives
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS
 from cp_engine.kernels.gdn.triton.primitives import STATE, Sizes
 from tests.gdn_oracle import random_forest
@@ -52,14 +52,14 @@ def test_refusals_name_the_remedy(monkeypatch):
 
 
 ARGUMENT_TYPES = (
-    dict.fromkeys(("decay", "states", "dexit", "dstarts", "dq", "dk", "dg"), "*fp32")
-    | dict.fromkeys(("chunks", "chains", "reader_ptr", "reader"), "*i32")
-    | {"first_chain": "i32", "rows": "i32", "scale": "fp32"}
+    dict.fromkeys(("decay", "dexit", "dbelow", "dstarts", "dq", "dk", "dg"), "*fp32")
+    | dict.fromkeys(("chunks", "chains", "members", "reader_ptr", "reader"), "*i32")
+    | {"first_chain": "i32", "first_below": "i32", "tokens_in_all": "i32", "scale": "fp32"}
 )
 TABLES = {"CHUNK_COLUMNS": CHUNK_COLUMNS, "CHAIN_COLUMNS": CHAIN_COLUMNS}
 HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", **TABLES}
 COLUMNS = {"KP": 128, "BV": STATE.columns}
-UNKEPT = {"KEEP": False, "entering": None, "new_v": None, "dexit": None, "dleaving": None, "dnew_v": None}
+UNKEPT = {"KEEP": False, "rows": None, "new_v": None, "dexit": None, "drows": None, "dnew_v": None}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,17 @@ UNKEPT = {"KEEP": False, "entering": None, "new_v": None, "dexit": None, "dleavi
     [
         (forward_pass._state_kernel, COLUMNS | {"COLUMNS": 128, "KEEP": True}, STATE.warps, STATE.stages),
         (forward_pass._state_kernel, COLUMNS | UNKEPT | {"COLUMNS": 256}, STATE.warps, STATE.stages),
-        (backward_pass._adjoint_kernel, COLUMNS | {"KEEP": True, "EXITS": True}, STATE.warps, STATE.stages),
-        (backward_pass._adjoint_kernel, COLUMNS | UNKEPT | {"EXITS": False}, STATE.warps, STATE.stages),
+        (
+            backward_pass._adjoint_kernel,
+            COLUMNS | {"KEEP": True, "STARTS": True, "EXITS": True},
+            STATE.warps,
+            STATE.stages,
+        ),
+        (backward_pass._adjoint_kernel, COLUMNS | UNKEPT | {"STARTS": True, "EXITS": False}, STATE.warps, STATE.stages),
         (dqkwg._dqkwg_kernel, {"BK": 64, "BV": 64}, dqkwg.WARPS, dqkwg.STAGES),
+        (output._output_kernel, {"BK": 64, "BV": output.OUTPUT.columns}, output.OUTPUT.warps, output.OUTPUT.stages),
     ],
-    ids=["states", "summary", "adjoint", "entry cotangents", "dqkwg"],
+    ids=["states", "summary", "adjoint", "entry cotangents", "dqkwg", "output"],
 )
 def test_compiles_for_hopper_without_one(kernel, constants, warps, stages):
     """Every product on matrix units, and loads that the compiler pipelines (a loop around a loop it does not)."""
@@ -81,8 +87,10 @@ def test_compiles_for_hopper_without_one(kernel, constants, warps, stages):
 
     constants = {name: value for name, value in (HEADS | constants).items() if name in kernel.arg_names}
     signature, places, aligned = {}, {}, {}
+    # Slots are float32, the rows that other kernels read are not.
+    types = ARGUMENT_TYPES | ({"states": "*fp32"} if kernel is forward_pass._state_kernel else {})
     for place, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else ARGUMENT_TYPES.get(name, "*bf16")
+        signature[name] = "constexpr" if name in constants else types.get(name, "*bf16")
         if name in constants:
             places[(place,)] = constants[name]
         elif signature[name].startswith("*"):

@@ -109,12 +109,16 @@ def exit_summary(inputs: Inputs, stages: Stages, tables: ChainTables) -> tuple[t
 def outputs(inputs: Inputs, stages: Stages, entry_states: torch.Tensor, tables: ChainTables) -> torch.Tensor:
     """o [n, H, V] given the float32 states [Y, H, K, V] at the entries; rows outside fragments are zero."""
     from cp_engine.kernels.gdn.triton.forward_pass import run_states
+    from cp_engine.kernels.gdn.triton.output import run_output
 
     if not tables.chunks:
         return torch.zeros_like(inputs.v)
     q, k = _inside(inputs.q, tables), _inside(inputs.k, tables)
-    entering, new_v = run_states(k, stages.w, stages.u, stages.decay, entry_states, tables.all, tables.chunk_size)
-    return _whole(fla_stages.output(q, k, new_v, entering, stages.decay, _sequences(tables)), tables)
+    new_v, out = torch.empty_like(stages.u), torch.empty_like(stages.u)
+    for wave in tables.waves:
+        states = run_states(k, stages.w, stages.u, stages.decay, entry_states, new_v, wave, tables.chunk_size)
+        run_output(q, k, new_v, stages.decay, states, out, wave, tables.chunk_size)
+    return _whole(out, tables)
 
 
 def backward_stages(inputs: Inputs, stages: Stages, dout: torch.Tensor, tables: ChainTables) -> torch.Tensor:
@@ -150,7 +154,7 @@ def input_gradients(
     """Gradients of the inputs, given those of the exit states ``dexit`` float32 [X, H, K, V]; each in the dtype of
     its input."""
     from cp_engine.kernels.gdn.triton.backward_pass import run_adjoint
-    from cp_engine.kernels.gdn.triton.dqkwg import dqkwg
+    from cp_engine.kernels.gdn.triton.dqkwg import Gradients, dqkwg
     from cp_engine.kernels.gdn.triton.forward_pass import run_states
 
     if not tables.chunks:
@@ -158,10 +162,13 @@ def input_gradients(
     q, k, v, _, beta = (_inside(x, tables) for x in inputs)
     dout, size, at = _inside(dout, tables), tables.chunk_size, _sequences(tables)
     decay, w = stages.decay, stages.w
-    entering, new_v = run_states(k, w, stages.u, decay, entry_states, tables.all, size)
-    dleaving, dnew_v = run_adjoint(q, k, w, dout, decay, dv_local, dexit, tables.all, size)
-    dq, dk, dw, dtotal = dqkwg(q, k, new_v, decay, entering, dout, dleaving, dnew_v, tables.all.chunks, size)
-    dk_2, dv, dbeta, dtotal_2 = fla_stages.solve_backward(k, v, decay, beta, stages.inverse, dw, dnew_v, at)
-    dg = fla_stages.decay_gradient(dtotal + dtotal_2, at)
-    grads = (dq, dk + dk_2, dv, dg, dbeta)
-    return Inputs(*(_whole(grad.to(x.dtype), tables) for grad, x in zip(grads, inputs, strict=True)))
+    new_v, dnew_v, grads = torch.empty_like(stages.u), torch.empty_like(stages.u), Gradients.empty(k, v.shape[1])
+    for wave in tables.waves:
+        states = run_states(k, w, stages.u, decay, entry_states, new_v, wave, size)
+        dstates = run_adjoint(q, k, w, dout, decay, dv_local, dexit, dnew_v, wave, size)
+        dqkwg(q, k, new_v, decay, states, dout, dstates, dnew_v, wave, size, grads)
+    dk, dv, dbeta, dtotal = fla_stages.solve_backward(k, v, decay, beta, stages.inverse, grads.dw, dnew_v, at)
+    dg = fla_stages.decay_gradient(grads.dtotal.sum(0) + dtotal, at)
+    dq, dk_2 = grads.of_key_heads(k.shape[1])
+    results = (dq, dk + dk_2, dv, dg, dbeta)
+    return Inputs(*(_whole(grad.to(x.dtype), tables) for grad, x in zip(results, inputs, strict=True)))

@@ -4,7 +4,8 @@ With G the cumulative log2 decay inside a chunk: ``dv' = dv'_local + 2^(G_C - G)
 ``dH = 2^G_C dH+ + s (2^G q)^T dO - w^T dv'``. At a branch point dH+ also takes the dH of every chain that starts there
 (a list in a fixed order, no atomics) and the gradient of its exit.
 
-Shapes: n rows, Hk key heads, H value heads, K and V head sizes (KP: K padded), N chunks, C chunk size, X exits.
+Shapes: n tokens, Hk key heads, H value heads, K and V head sizes (KP: K padded), C chunk size, C chains of
+the first level, X exits, R state rows.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, pad
 SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
 
 
-@triton.jit(do_not_specialize=["first_chain"])
+@triton.jit(do_not_specialize=["first_chain", "first_below"])
 def _adjoint_kernel(
-    q, k, w, dout, decay, dv_local, dexit, dstarts, dleaving, dnew_v, chunks, chains, reader_ptr, reader,
-    first_chain, scale,
+    q, k, w, dout, decay, dv_local, dexit, dbelow, dstarts, drows, dnew_v, chunks, chains, reader_ptr, reader,
+    first_chain, first_below, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, KEEP: tl.constexpr, EXITS: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
+    C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    number = first_chain + tl.program_id(0)
-    chain = chains + number * CHAIN_COLUMNS
+    chain = chains + (first_chain + tl.program_id(0)) * CHAIN_COLUMNS
     head = tl.program_id(1)
     key_head = head // (H // HK)
     row, inner = tl.arange(0, C), tl.arange(0, KP)
@@ -44,8 +44,8 @@ def _adjoint_kernel(
         begin = tl.load(reader_ptr + slot, mask=slot >= 0, other=0)
         end = tl.load(reader_ptr + slot + 1, mask=slot >= 0, other=0)
         for place in range(begin, end):
-            child = tl.cast(tl.load(reader + place), tl.int64)
-            dstate += tl.load(dstarts + child * (H * K * V) + inside, mask=live_state, other=0.0)
+            child = tl.cast(tl.load(reader + place) - first_below, tl.int64)
+            dstate += tl.load(dbelow + child * (H * K * V) + inside, mask=live_state, other=0.0)
         if EXITS:
             leaves_at = tl.cast(tl.load(chunks + top * CHUNK_COLUMNS + 3), tl.int64)
             at_exit = dexit + leaves_at * (H * K * V) + inside
@@ -57,8 +57,9 @@ def _adjoint_kernel(
             start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
             tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
             if KEEP:
-                at = dleaving + tl.cast(chunk, tl.int64) * (H * K * V) + inside
-                tl.store(at, dstate.to(dleaving.dtype.element_ty), mask=live_state)
+                state_row = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 6), tl.int64)
+                kept = live_state & (column * 0 + state_row >= 0)[None, :]
+                tl.store(drows + state_row * (H * K * V) + inside, dstate.to(drows.dtype.element_ty), mask=kept)
             live = row < tokens
             total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
             last = tl.load(decay + (start + tokens - 1) * H + head)
@@ -74,7 +75,9 @@ def _adjoint_kernel(
             erased = load_columns(w, start, row, head, inner, live, H, K)
             dstate = tl.dot(queries, read.to(queries.dtype), dstate * tl.exp2(last), input_precision=PRECISION)
             dstate -= tl.dot(erased, dvalue.to(erased.dtype), input_precision=PRECISION)
-    tl.store(dstarts + tl.cast(number, tl.int64) * (H * K * V) + inside, dstate, mask=live_state)
+    if STARTS:
+        at = dstarts + tl.cast(tl.program_id(0), tl.int64) * (H * K * V) + inside
+        tl.store(at, dstate, mask=live_state)
 
 
 @triton.jit
@@ -98,25 +101,25 @@ def run_adjoint(
     decay: torch.Tensor,
     dv_local: torch.Tensor,
     dexit: torch.Tensor,
+    dnew_v: torch.Tensor,
     walk: StatePass,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the gradients of the inputs need of the reverse state pass.
+) -> torch.Tensor:
+    """What the gradients of the inputs need of the reverse state pass, for the chunks of one wave.
 
     Args:
         q: [n, Hk, K], not scaled.
         dout: [n, H, V].
         dv_local: [n, H, V] gradient of v' through outputs of the same chunk.
         dexit: float32 [X, H, K, V] gradients of the exit states.
+        dnew_v: [n, H, V] takes the gradient of v'.
 
     Returns:
-        The gradient of the state leaving each chunk [N, H, K, V], and of v' [n, H, V]; in the dtype of ``dv_local``.
+        Gradients of the states in rows [R, H, K, V] in the dtype of ``dv_local``; those of entries are not written.
     """
-    heads, value_dim = dv_local.shape[1:]
-    dleaving = dv_local.new_empty((len(walk.chunks), heads, k.shape[2], value_dim))
-    dnew_v = torch.empty_like(dv_local)
-    _launch(q, k, w, dout, decay, dv_local, dexit, dleaving, dnew_v, walk, chunk_size)
-    return dleaving, dnew_v
+    drows = dv_local.new_empty((walk.rows, dv_local.shape[1], k.shape[2], dv_local.shape[2]))
+    _launch(q, k, w, dout, decay, dv_local, dexit, drows, dnew_v, walk, chunk_size)
+    return drows
 
 
 def run_entry_cotangents(
@@ -134,19 +137,25 @@ def run_entry_cotangents(
     return sums
 
 
-def _launch(q, k, w, dout, decay, dv_local, dexit, dleaving, dnew_v, walk: StatePass, chunk_size: int) -> torch.Tensor:
-    """Returns the gradient of the state that each chain starts from, float32 [C, H, K, V]."""
+def _launch(q, k, w, dout, decay, dv_local, dexit, drows, dnew_v, walk: StatePass, chunk_size: int) -> torch.Tensor:
+    """Returns the gradients of the states that the first level's chains start from, float32 [C, H, K, V], if nothing
+    else is kept."""
     heads, value_dim = dv_local.shape[1:]
     key_heads, key_dim = k.shape[1:]
-    sizes = state_sizes(value_dim, dv_local.dtype)
-    dstarts = torch.empty((len(walk.chains), heads, key_dim, value_dim), dtype=torch.float32, device=k.device)
-    for begin, end in reversed(walk.levels):
+    sizes, keep = state_sizes(value_dim, dv_local.dtype), drows is not None
+    # A level reads the starts of the one below it only.
+    dbelow = torch.empty((0, heads, key_dim, value_dim), dtype=torch.float32, device=k.device)
+    for level in range(len(walk.levels) - 1, -1, -1):
+        begin, end = walk.levels[level]
+        starts = level > 0 or not keep
+        dstarts = dbelow.new_empty((end - begin if starts else 0, heads, key_dim, value_dim))
         _adjoint_kernel[(end - begin, heads, triton.cdiv(value_dim, sizes.columns))](
-            q, k, w, dout, decay, dv_local, dexit, dstarts, dleaving, dnew_v,
-            walk.chunks, walk.chains, walk.reader_ptr, walk.reader, begin, key_dim**-0.5,
+            q, k, w, dout, decay, dv_local, dexit, dbelow, dstarts, drows, dnew_v,
+            walk.chunks, walk.chains, walk.reader_ptr, walk.reader, begin, end, key_dim**-0.5,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
-            KEEP=dleaving is not None, EXITS=dexit is not None and len(dexit) > 0, PRECISION=precision(dv_local.dtype),
+            KEEP=keep, STARTS=starts, EXITS=dexit is not None and len(dexit) > 0, PRECISION=precision(dv_local.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
-    return dstarts
+        dbelow = dstarts
+    return dbelow

@@ -4,33 +4,45 @@ Chunks restart at every fragment and are numbered in the order of the rows, as f
 chain is a heavy path of fragments, so its chunks are adjacent. Chains of one level do not depend on each other: a
 level is one launch, and there are at most log2(leaves) + 1.
 
-States live in slots: slot 0 is the zero state, slots 1..Y are the entries, the others belong to branch points (ends of
-fragments that another chain or another rank starts from).
+Float32 states live in slots: slot 0 is the zero state, slots 1..Y are the entries, the others belong to branch points
+(ends of fragments that another chain or another rank starts from). The stages around the state pass read states from
+*rows* in the dtype of the inputs: rows 0..Y-1 are the entries, the others the states that leave a chunk. Siblings read
+their parent's row; the last chunk of a leaf has none.
 
-Shapes: F fragments, N chunks, C chains of a pass, S slots, Y entries, X exits.
+The pass over everything runs in *waves* of whole trees, so that rows and slots of all trees do not live at once.
+
+Shapes: F fragments, N chunks, C chains of a pass, S slots, R rows, Y entries, X exits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-# First row; tokens; slot that its last state goes to or -1; exit that it ends at or -1; chunks of its chain from the
-# last branch point above it up to itself.
-CHUNK_COLUMNS = 5
+# First token; tokens; slot that its last state goes to or -1; exit that it ends at or -1; chunks of its chain from the
+# last branch point above it up to itself; row of the state that enters it or -1 for zero; row of the state that leaves
+# it or -1 where nobody reads that.
+CHUNK_COLUMNS = 7
 CHAIN_COLUMNS = 4  # first chunk, chunks, slot that it starts from, 1 below an entry else 0
+
+
+# Of a wave: rows, and slots at twice as much. With 32 heads of 128 x 128 a row in 16 bits is 1 MiB. Trees larger than
+# this are a wave of their own.
+WAVE = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class StatePass:
-    """Chains that one pass walks, level by level, the longest of a level first."""
+    """Chains that one pass walks, level by level, the longest of a level first. A chain's parent is one level up."""
 
-    chunks: torch.Tensor  # int32 [N, CHUNK_COLUMNS]
+    chunks: torch.Tensor  # int32 [N, CHUNK_COLUMNS] of all passes over everything, or of this one
+    members: torch.Tensor  # int32 [M] chunks of this pass
     chains: torch.Tensor  # int32 [C, CHAIN_COLUMNS]
     levels: tuple[tuple[int, int], ...]  # chains [begin, end) of each launch, parents first
     slots: int
+    rows: int
     reader_ptr: torch.Tensor  # int32 [S + 1]
     reader: torch.Tensor  # int32 [C] chains that start from each slot
 
@@ -44,9 +56,9 @@ class ChainTables:
     chunk_fragment: torch.Tensor  # int64 [N, 2] fragment and place in it, what fla calls chunk_indices
     chunks: int
     entries: int
-    all: StatePass
-    summary: StatePass  # only what leads to an exit; slots of its own, which are few
-    through: StatePass  # only what stands below an entry; slots of ``all``
+    waves: tuple[StatePass, ...]  # together everything
+    summary: StatePass  # only what leads to an exit
+    through: StatePass  # only what stands below an entry
     exit_slot: torch.Tensor  # int64 [X] in the slots of ``summary``
     through_slot: torch.Tensor  # int64 [XA] those of the exits that are affine in an entry
 
@@ -97,12 +109,15 @@ def chain_tables(
     chunks[:, 1] = np.minimum(np.asarray(fragment_row)[fragment + 1] - start, chunk_size)
     chunks[last_chunk[exit_fragment], 3] = np.arange(len(exit_fragment))
 
-    everything = np.ones(len(count), bool)
-    passes = [
-        _state_pass(fragments, chain_level, chunks, kept, slots_of, 1 + entries, device)
-        for kept, slots_of in ((everything, everything), (to_exit, to_exit), (below, everything))
-    ]
-    exit_slot = passes[1].chunks[torch.as_tensor(last_chunk[exit_fragment], device=device), 2].long()
+    wave = _waves(fragments, chunks)
+    waves = [_state_pass(fragments, chain_level, chunks, wave == number, entries) for number in np.unique(wave)]
+    summary, through = (_state_pass(fragments, chain_level, chunks, kept, entries) for kept in (to_exit, below))
+    # One table serves all waves: each chunk is a member of one of them.
+    table = chunks.copy()
+    for part in waves:
+        table[part.members] = part.chunks[part.members]
+    waves = [replace(part, chunks=table) for part in waves]
+    exit_slot = torch.as_tensor(summary.chunks[last_chunk[exit_fragment], 2], device=device)
     return ChainTables(
         rows=rows,
         tokens=int(fragment_row[-1]),
@@ -111,9 +126,9 @@ def chain_tables(
         chunk_fragment=torch.as_tensor(np.stack([fragment, place], 1), device=device),
         chunks=len(fragment),
         entries=entries,
-        all=passes[0],
-        summary=passes[1],
-        through=passes[2],
+        waves=tuple(_on_device(part, device) for part in waves),
+        summary=_on_device(summary, device),
+        through=_on_device(through, device),
         exit_slot=exit_slot,
         through_slot=exit_slot[torch.as_tensor(np.flatnonzero(exit_entry >= 0), device=device)],
     )
@@ -133,24 +148,43 @@ def _walk(parent, entry, exit_fragment) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(below, bool), to_exit
 
 
-def _state_pass(
-    of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.ndarray, slots_of: np.ndarray, slot: int, device
-) -> StatePass:
-    """The pass over the ``kept`` fragments (of a chain, its first ones); slots for the branch points above any of
-    ``slots_of``, numbered from ``slot`` on."""
+def _waves(of: _Fragments, chunks: np.ndarray) -> np.ndarray:
+    """Number of the wave that each fragment belongs to: whole trees, in their order, up to `WAVE` together."""
+    top = np.arange(len(of.chain))
+    for f in np.flatnonzero(of.parent >= 0).tolist():
+        top[f] = top[of.parent[f]]
+    inner = np.zeros(len(of.chain), bool)
+    inner[of.parent[of.parent >= 0]] = True
+    inner |= chunks[of.last_chunk, 3] >= 0
+    weight = np.bincount(top, of.last_chunk - of.first_chunk + 3 * inner, minlength=len(top)).astype(np.int64)
+    wave, filled, number = np.zeros(len(top), np.int64), 0, 0
+    for tree in np.flatnonzero(top == np.arange(len(top))).tolist():
+        if filled and filled + weight[tree] > WAVE:
+            filled, number = 0, number + 1
+        filled += int(weight[tree])
+        wave[tree] = number
+    return wave[top]
+
+
+def _state_pass(of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.ndarray, entries: int) -> StatePass:
+    """The pass over the ``kept`` fragments: whole trees, or of each tree a part that holds every kept one's parent.
+
+    Numpy arrays stand for tensors: see `_on_device`.
+    """
     opens = np.ones(len(of.chain), bool)
     opens[1:] = of.chain[1:] != of.chain[:-1]
     branches = np.zeros(len(of.chain), bool)
-    branches[of.parent[opens & slots_of & (of.parent >= 0)]] = True
-    branches |= (chunks[of.last_chunk, 3] >= 0) & slots_of
+    branches[of.parent[opens & kept & (of.parent >= 0)]] = True
+    branches |= (chunks[of.last_chunk, 3] >= 0) & kept
     table = chunks.copy()
     ends = of.last_chunk[branches]
-    table[ends, 2] = slot + np.arange(len(ends))
+    table[ends, 2] = 1 + entries + np.arange(len(ends))
     begins = np.zeros(len(table) + 1, bool)
     begins[of.first_chunk[opens]] = True
     begins[ends + 1] = True
     index = np.arange(len(table))
     table[:, 4] = 1 + index - np.maximum.accumulate(np.where(begins[:-1], index, 0))
+    members, rows = _rows(of, table, kept, branches, entries)
 
     number = np.unique(of.chain[kept])
     head = np.searchsorted(of.chain, number)
@@ -162,8 +196,29 @@ def _state_pass(
     order = np.lexsort((-length, level[number]))
     chains = np.stack([of.first_chunk[head], length, starts_from, of.below[head]], 1)[order]
     bounds = np.append(np.unique(level[number][order], return_index=True)[1], len(order)).tolist()
-    slots = slot + len(ends)
+    slots = 1 + entries + len(ends)
     reader = np.argsort(chains[:, 2], kind="stable")
     reader_ptr = np.searchsorted(chains[reader, 2], np.arange(slots + 1))
-    tensors = [torch.as_tensor(x.astype(np.int32), device=device) for x in (table, chains, reader_ptr, reader)]
-    return StatePass(tensors[0], tensors[1], tuple(zip(bounds[:-1], bounds[1:], strict=True)), slots, *tensors[2:])
+    levels = tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return StatePass(table, members, chains, levels, slots, rows, reader_ptr, reader)
+
+
+def _rows(of: _Fragments, table: np.ndarray, kept: np.ndarray, branches: np.ndarray, entries: int):
+    """Fill in the rows that enter and leave each chunk; returns the chunks of the ``kept`` fragments and R."""
+    count = of.last_chunk - of.first_chunk + 1
+    member = np.repeat(kept, count)
+    # The last chunk of a fragment leaves a row where a chain goes on or starts, or an exit stands.
+    leaves = member.copy()
+    goes_on = np.zeros(len(of.chain), bool)
+    goes_on[of.parent[kept & (of.parent >= 0)]] = True
+    leaves[of.last_chunk[~(goes_on | branches)]] = False
+    table[leaves, 6] = entries + np.arange(int(leaves.sum()))
+    enters = np.append(-1, table[:, 6])[:-1]
+    enters[of.first_chunk] = np.where(of.parent >= 0, table[of.last_chunk[of.parent], 6], of.entry)
+    table[:, 5] = np.where(member, enters, -1)
+    return np.flatnonzero(member), entries + int(leaves.sum())
+
+
+def _on_device(walk: StatePass, device) -> StatePass:
+    arrays = {name: value for name, value in vars(walk).items() if isinstance(value, np.ndarray)}
+    return replace(walk, **{name: torch.as_tensor(x.astype(np.int32), device=device) for name, x in arrays.items()})

@@ -15,10 +15,12 @@ Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from cp_engine.kernels.attention.triton.compiler import tl, triton
-from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS
+from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, padded, precision
 
 BLOCK_KEYS = 64
@@ -28,19 +30,20 @@ WARPS = 8
 STAGES = 2
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["tokens_in_all"])
 def _dqkwg_kernel(
-    q, k, new_v, decay, entering, dout, dleaving, dnew_v, dq, dk, dw, dg, chunks, rows, scale,
+    q, k, new_v, decay, states, dout, dstates, dnew_v, dq, dk, dw, dg, chunks, members, tokens_in_all, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    chunk, head = tl.load(members + tl.program_id(0)), tl.program_id(1)
     key_head = head // (H // HK)
     start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
     tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
     row, inner = tl.arange(0, C), tl.program_id(2) * BK + tl.arange(0, BK)
     live = row < tokens
-    state = (tl.cast(chunk, tl.int64) * H + head) * (K * V)
+    enters = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 5), tl.int64)
+    leaves = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 6), tl.int64)
     dqueries, dkeys = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
     derased = tl.zeros([C, BK], dtype=tl.float32)
     scores, scores_t = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
@@ -50,10 +53,13 @@ def _dqkwg_kernel(
         grads = load_rows(dout, start, row, head, column, live, H, V)
         values = load_rows(new_v, start, row, head, column, live, H, V)
         dvalues = load_rows(dnew_v, start, row, head, column, live, H, V)
-        at = state + inner[None, :] * V + column[:, None]
+        at = head * (K * V) + inner[None, :] * V + column[:, None]
         live_state = (inner < K)[None, :] & (column < V)[:, None]
-        h = tl.load(entering + at, mask=live_state, other=0.0)  # [BV, BK]
-        dh = tl.load(dleaving + at, mask=live_state, other=0.0)
+        # No row: a zero state enters, or nobody reads the state that leaves.
+        live_h = live_state & (column * 0 + enters >= 0)[:, None]
+        live_dh = live_state & (column * 0 + leaves >= 0)[:, None]
+        h = tl.load(states + enters * (H * K * V) + at, mask=live_h, other=0.0)  # [BV, BK]
+        dh = tl.load(dstates + leaves * (H * K * V) + at, mask=live_dh, other=0.0)
         dlast += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
         dqueries = tl.dot(grads, h, dqueries, input_precision=PRECISION)
         dkeys = tl.dot(values, dh, dkeys, input_precision=PRECISION)
@@ -86,8 +92,35 @@ def _dqkwg_kernel(
     dtotal += tl.where(row == tokens - 1, dlast_token, 0.0)
     tl.store(dq + out, dqueries.to(dq.dtype.element_ty), mask=live_out)
     tl.store(dk + out, dkeys.to(dk.dtype.element_ty), mask=live_out)
-    part = tl.cast(tl.program_id(2), tl.int64) * rows + start
+    part = tl.cast(tl.program_id(2), tl.int64) * tokens_in_all + start
     tl.store(dg + part * H + head + row * H, dtotal, mask=live)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients through outputs and state pass; those through w and u (from dw and dnew_v) come on top."""
+
+    dq: torch.Tensor  # float32 [n, H, K]
+    dk: torch.Tensor  # float32 [n, H, K]
+    dw: torch.Tensor  # [n, H, K] in the dtype of k
+    dtotal: torch.Tensor  # float32 [parts, n, H] of the cumulative (natural) log decay, to be summed
+
+    @classmethod
+    def empty(cls, k: torch.Tensor, heads: int) -> Gradients:
+        tokens, _, key_dim = k.shape
+        wide = torch.empty((2, tokens, heads, key_dim), dtype=torch.float32, device=k.device)
+        parts = triton.cdiv(key_dim, _block_keys(key_dim))
+        dtotal = torch.empty((parts, tokens, heads), dtype=torch.float32, device=k.device)
+        return cls(wide[0], wide[1], k.new_empty((tokens, heads, key_dim)), dtotal)
+
+    def of_key_heads(self, key_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """dq and dk summed over the value heads of each key head, float32 [n, Hk, K]."""
+        dq, dk = (x.unflatten(1, (key_heads, -1)).sum(2) for x in (self.dq, self.dk))
+        return dq, dk
+
+
+def _block_keys(key_dim: int) -> int:
+    return min(BLOCK_KEYS, padded(key_dim))
 
 
 def dqkwg(
@@ -95,38 +128,28 @@ def dqkwg(
     k: torch.Tensor,
     new_v: torch.Tensor,
     decay: torch.Tensor,
-    entering: torch.Tensor,
+    states: torch.Tensor,
     dout: torch.Tensor,
-    dleaving: torch.Tensor,
+    dstates: torch.Tensor,
     dnew_v: torch.Tensor,
-    chunks: torch.Tensor,
+    walk: StatePass,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients through outputs and state pass; those through w and u (from dw and dnew_v) come on top.
+    out: Gradients,
+) -> None:
+    """Fill in ``out`` for the chunks of one wave.
 
     Args:
         q: [n, Hk, K], not scaled; k alike.
         new_v: [n, H, V] v'; ``dout`` and ``dnew_v`` alike.
         decay: float32 [n, H] cumulative log2 decay inside each chunk.
-        entering: [N, H, K, V] states; ``dleaving`` alike, gradients of the states after the chunks.
-        chunks: int32 [N, CHUNK_COLUMNS].
-
-    Returns:
-        dq and dk float32 [n, Hk, K], dw [n, H, K] in the dtype of k, and the gradient of the cumulative (natural) log
-        decay, float32 [n, H].
+        states: [R, H, K, V] in rows; ``dstates`` alike, their gradients.
     """
-    rows, heads, value_dim = new_v.shape
+    tokens, heads, value_dim = new_v.shape
     key_heads, key_dim = k.shape[1:]
-    block_keys = min(BLOCK_KEYS, padded(key_dim))
-    parts = triton.cdiv(key_dim, block_keys)
-    dq, dk = (torch.empty((rows, heads, key_dim), dtype=torch.float32, device=k.device) for _ in range(2))
-    dw = k.new_empty((rows, heads, key_dim))
-    dg = torch.empty((parts, rows, heads), dtype=torch.float32, device=k.device)
-    _dqkwg_kernel[(len(chunks), heads, parts)](
-        q, k, new_v, decay, entering, dout, dleaving, dnew_v, dq, dk, dw, dg, chunks, rows, key_dim**-0.5,
-        HK=key_heads, H=heads, K=key_dim, V=value_dim, BK=block_keys, BV=min(BLOCK_VALUES, padded(value_dim)),
+    _dqkwg_kernel[(len(walk.members), heads, len(out.dtotal))](
+        q, k, new_v, decay, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
+        walk.chunks, walk.members, tokens, key_dim**-0.5,
+        HK=key_heads, H=heads, K=key_dim, V=value_dim, BK=_block_keys(key_dim), BV=min(BLOCK_VALUES, padded(value_dim)),
         C=chunk_size, PRECISION=precision(k.dtype), CHUNK_COLUMNS=CHUNK_COLUMNS,
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    dq, dk = (x.unflatten(1, (key_heads, heads // key_heads)).sum(2) for x in (dq, dk))
-    return dq, dk, dw, dg.sum(0)

@@ -3,9 +3,10 @@
 With G the cumulative log2 decay inside a chunk: ``v' = u - w H``, ``H+ = 2^G_C H + k^T (2^(G_C - G) v')``. A chain
 starts from its slot (zero, an entry, or the branch point above it) and leaves float32 states at its own branch points.
 Columns beyond V belong to A: there u is zero, so that a state [B | A] that starts at [0 | I] becomes the affine map of
-the chain, and no chunk's transition is ever built.
+the chain, and no chunk's transition is ever built. States that other stages read are kept as rows in the dtype of u.
 
-Shapes: n rows, Hk key heads, H value heads, K and V head sizes (KP: K padded), N chunks, C chunk size, S slots.
+Shapes: n tokens, Hk key heads, H value heads, K and V head sizes (KP: K padded), C chunk size, S slots, R state rows,
+Y entries.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, pad
 
 @triton.jit(do_not_specialize=["first_chain"])
 def _state_kernel(
-    k, w, u, decay, states, entering, new_v, chunks, chains, first_chain,
+    k, w, u, decay, states, rows, new_v, chunks, chains, first_chain,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
@@ -48,9 +49,6 @@ def _state_kernel(
         tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
         slot = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 2), tl.int64)
         live = row < tokens
-        if KEEP:
-            at = entering + (tl.cast(chunk, tl.int64) * H + head) * (K * V) + inner[:, None] * V + column[None, :]
-            tl.store(at, state.to(entering.dtype.element_ty), mask=live_state)
         erased = load_rows(w, start, row, head, inner, live, H, K)
         value_at = start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
         live_value = live[:, None] & live_column[None, :]
@@ -65,6 +63,10 @@ def _state_kernel(
         state = tl.dot(keys, value.to(keys.dtype), state * tl.exp2(last), input_precision=PRECISION)
         left = states + (slot * H + head) * (K * COLUMNS) + inside
         tl.store(left, state, mask=live_state & (column * 0 + slot >= 0)[None, :])
+        if KEEP:
+            state_row = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 6), tl.int64)
+            at = rows + (state_row * H + head) * (K * V) + inner[:, None] * V + column[None, :]
+            tl.store(at, state.to(rows.dtype.element_ty), mask=live_state & (column * 0 + state_row >= 0)[None, :])
 
 
 def run_states(
@@ -73,10 +75,11 @@ def run_states(
     u: torch.Tensor,
     decay: torch.Tensor,
     entry_states: torch.Tensor,
+    new_v: torch.Tensor,
     walk: StatePass,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the output and the backward need of the state pass.
+) -> torch.Tensor:
+    """What the output and the backward need of the state pass, for the chunks of one wave.
 
     Args:
         k: [n, Hk, K].
@@ -84,18 +87,20 @@ def run_states(
         u: [n, H, V].
         decay: float32 [n, H] cumulative log2 decay inside each chunk.
         entry_states: float32 [Y, H, K, V].
+        new_v: [n, H, V] takes v'.
 
     Returns:
-        The state entering each chunk [N, H, K, V], and v' [n, H, V]; both in the dtype of ``u``.
+        States in rows [R, H, K, V], in the dtype of ``u``.
     """
     heads, value_dim = u.shape[1:]
+    entries = len(entry_states)
     states = entry_states.new_empty((walk.slots, *entry_states.shape[1:]))
     states[0] = 0
-    states[1 : 1 + len(entry_states)] = entry_states
-    entering = u.new_empty((len(walk.chunks), heads, k.shape[2], value_dim))
-    new_v = torch.empty_like(u)
-    _launch(k, w, u, decay, states, entering, new_v, walk, chunk_size)
-    return entering, new_v
+    states[1 : 1 + entries] = entry_states
+    rows = u.new_empty((walk.rows, heads, k.shape[2], value_dim))
+    rows[:entries] = entry_states
+    _launch(k, w, u, decay, states, rows, new_v, walk, chunk_size)
+    return rows
 
 
 def run_summary(
@@ -117,7 +122,7 @@ def run_summary(
     return states
 
 
-def _launch(k, w, u, decay, states, entering, new_v, walk: StatePass, chunk_size: int) -> None:
+def _launch(k, w, u, decay, states, rows, new_v, walk: StatePass, chunk_size: int) -> None:
     heads, value_dim = u.shape[1:]
     key_heads, key_dim = k.shape[1:]
     columns = states.shape[3]
@@ -125,9 +130,9 @@ def _launch(k, w, u, decay, states, entering, new_v, walk: StatePass, chunk_size
     blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
     for begin, end in walk.levels:
         _state_kernel[(end - begin, heads, blocks)](
-            k, w, u, decay, states, entering, new_v, walk.chunks, walk.chains, begin,
+            k, w, u, decay, states, rows, new_v, walk.chunks, walk.chains, begin,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, COLUMNS=columns, KP=padded(key_dim), BV=sizes.columns,
-            C=chunk_size, KEEP=entering is not None, PRECISION=precision(u.dtype),
+            C=chunk_size, KEEP=rows is not None, PRECISION=precision(u.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
