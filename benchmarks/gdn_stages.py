@@ -22,7 +22,7 @@ STAGES = {
     "cumsum": ("cp_engine.kernels.gdn.fla_stages", "cumulative_decay"),
     "solve": ("cp_engine.kernels.gdn.fla_stages", "solve"),
     "states": ("cp_engine.kernels.gdn.triton.forward_pass", "run_states"),
-    "output": ("cp_engine.kernels.gdn.fla_stages", "output"),
+    "output": ("cp_engine.kernels.gdn.triton.output", "run_output"),
     "dv_local": ("cp_engine.kernels.gdn.fla_stages", "value_gradient_inside"),
     "adjoint": ("cp_engine.kernels.gdn.triton.backward_pass", "run_adjoint"),
     "dqkwg": ("cp_engine.kernels.gdn.triton.dqkwg", "dqkwg"),

@@ -75,7 +75,8 @@ def with_tables(monkeypatch, change):
 
     def tables_of(forest, device):
         tables = made(forest, device)
-        return replace(tables, all=change(tables.all)) if tables.all.slots > 1 else tables
+        (wave,) = tables.waves
+        return replace(tables, waves=(change(wave),)) if wave.slots > 1 else tables
 
     monkeypatch.setattr(gdn_rivals, "tables_of", tables_of)
 
