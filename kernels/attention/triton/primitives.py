@@ -60,10 +60,12 @@ def kernel_sizes(kernel: str, size: int, dtype: torch.dtype, device: torch.devic
         return chosen
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     owned, walked = (chosen.keys, chosen.rows) if kernel in ("dkdv", "dk", "dv") else (chosen.rows, chosen.keys)
-    tiles = 2 * padded(size) * dtype.itemsize  # bytes of a row in a pair of tiles: k and v, or q and dout
-    while tiles * (owned + chosen.stages * walked) > room and chosen.stages > 1:
+    # Both axes have two tensors: q and dout, k and v. Forward owns q alone, and dv's products need no owned v.
+    owned *= 1 if kernel in ("forward", "dv") else 2
+    row = padded(size) * dtype.itemsize
+    while row * (owned + 2 * chosen.stages * walked) > room and chosen.stages > 1:
         chosen = replace(chosen, stages=chosen.stages - 1)
-    if tiles * (owned + walked) > room:
+    if row * (owned + 2 * walked) > room:
         return Sizes(32, 32, 4, 1)
     return chosen
 

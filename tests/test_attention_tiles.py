@@ -1,0 +1,35 @@
+"""The sweep over tile sizes: what a trial changes, that it is undone, and what is refused."""
+
+import pytest
+import torch
+
+from benchmarks.attention_tiles import in_use, sizes_of
+from cp_engine.kernels.attention.triton import primitives
+from cp_engine.kernels.attention.triton.primitives import Sizes
+
+CPU = torch.device("cpu")  # where no card limits the sizes
+
+
+def test_a_trial_changes_its_kernels_at_one_head_size_and_is_undone():
+    pytest.importorskip("triton")
+    assert sizes_of("now") == {}
+    changed = sizes_of("dkdv=32,64,8,3+dq=64,64,8,2")
+    assert changed == {"dkdv": Sizes(32, 64, 8, 3), "dq": Sizes(64, 64, 8, 2)}
+    assert primitives.makes_apart(256, torch.bfloat16)
+    before = primitives.kernel_sizes("dq", 256, torch.bfloat16, CPU)
+    with in_use(changed, 256):
+        assert not primitives.makes_apart(256, torch.bfloat16)
+        assert primitives.kernel_sizes("dkdv", 256, torch.bfloat16, CPU) == changed["dkdv"]
+        assert primitives.kernel_sizes("dq", 256, torch.bfloat16, CPU) == changed["dq"]
+        assert primitives.kernel_sizes("dkdv", 128, torch.bfloat16, CPU) == primitives.SIZES["dkdv"][128]
+    assert primitives.makes_apart(256, torch.bfloat16)
+    assert primitives.kernel_sizes("dq", 256, torch.bfloat16, CPU) == before
+    with in_use(sizes_of("forward=32,64,4,2"), 128):
+        short = primitives.kernel_sizes("forward", 128, torch.bfloat16, CPU, short=True)
+    assert short == Sizes(32, 64, 4, 2) != primitives.kernel_sizes("forward", 128, torch.bfloat16, CPU, short=True)
+
+
+@pytest.mark.parametrize("trial", ["later", "dq=64,64,8", "dq=64,64,8,x", "dp=64,64,8,2", "dq=64,64,8,2+"])
+def test_other_trials_are_refused(trial):
+    with pytest.raises(ValueError, match="a trial is 'now' or kernel=rows,keys,warps,stages with one of forward, dq, "):
+        sizes_of(trial)
