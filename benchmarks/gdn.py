@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.attention import installed
 from benchmarks.attention_workloads import DATA
 from benchmarks.clock import median_ms, peak_gib, release, reset_peak
 from benchmarks.gdn_check import check, floor_of
@@ -105,9 +106,10 @@ def run_workload(
         for method in mine:
             try:
                 records.append(measure(workload, method, problem, floor))
-            except torch.OutOfMemoryError as error:
-                # What does not fit is a gap in the table, not the end of the run.
-                print(f"  {method:<12} {str(error).splitlines()[0][:140]}", flush=True)
+            except Exception as error:  # noqa: BLE001
+                # A method that does not fit or does not compile is a gap in the table, not the end.
+                told = (str(error).splitlines() or [""])[0][:200]
+                print(f"  {method:<12}  {type(error).__name__}: {told}", flush=True)
             release(problem.dout.device)
     return records
 
@@ -116,6 +118,8 @@ def show(records: list[dict]) -> None:
     for record in records:
         shown = "  ".join(f"{column} {record[column]}" for column in COLUMNS)
         print(f"  {record['method']:<12} {shown}", flush=True)
+        if not record["right"]:
+            print(f"    root mean square, worst segment, worst alone: {record['errors']}", flush=True)
         for direction, stages in record["stages"].items():
             parts = "  ".join(f"{name} {ms} ({least})" for name, (ms, least) in stages.items())
             print(f"    {direction}: {parts}", flush=True)
@@ -133,9 +137,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="another file than benchmarks/results.jsonl")
     parser.add_argument("--commit", help="the commit to record, where this is a copy without history")
     arguments = parser.parse_args()
-    stamped = stamp(*PACKAGES, card=torch.cuda.get_device_name(), commit=arguments.commit) if arguments.record else None
+    stamped = (
+        stamp(*installed(PACKAGES), card=torch.cuda.get_device_name(), commit=arguments.commit)
+        if arguments.record
+        else None
+    )
     began = time.perf_counter()
-    compile_in_parallel(arguments.sweep)
+    compile_in_parallel("kernels", *["sweep"] * arguments.sweep)
     shorten_autotuning()
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     if arguments.sweep:

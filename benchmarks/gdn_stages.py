@@ -86,8 +86,8 @@ class _Watch:
 
 
 @contextmanager
-def _watched(watch: _Watch) -> Iterator[None]:
-    places = {name: (importlib.import_module(module), attribute) for name, (module, attribute) in STAGES.items()}
+def _watched(watch: _Watch, stages: dict[str, tuple[str, str]]) -> Iterator[None]:
+    places = {name: (importlib.import_module(module), attribute) for name, (module, attribute) in stages.items()}
     originals = {name: getattr(module, attribute) for name, (module, attribute) in places.items()}
     for name, (module, attribute) in places.items():
         setattr(module, attribute, watch.around(name, originals[name]))
@@ -98,11 +98,11 @@ def _watched(watch: _Watch) -> Iterator[None]:
             setattr(module, attribute, originals[name])
 
 
-def stage_table(call: Callable[[], object], device: torch.device) -> dict[str, list[float]]:
-    """[median ms, least ms by memory traffic] of each stage inside ``call``, which has run before."""
+def stage_table(call: Callable[[], object], device: torch.device, stages=STAGES) -> dict[str, list[float]]:
+    """[median ms, least ms by memory traffic] of each of ``stages`` inside ``call``, which has run before."""
     watch = _Watch(device)
     every: dict[str, list[float]] = defaultdict(list)
-    with _watched(watch):
+    with _watched(watch, stages):
         for _ in range(REPEATS):
             (total,) = laps_ms([call], device)
             sums = watch.taken()

@@ -14,7 +14,7 @@ KERNELS = (("states", "states", "fwd"), ("adjoint", "states", "bwd"), ("dqkwg", 
 
 def sweep(workload: str, problem: Problem, options=SWEEP) -> list[dict]:
     """A record for each kernel and option that fits; prints them, the fastest right one first."""
-    from triton.runtime.errors import OutOfResources
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     floor, device, records = floor_of(problem), problem.dout.device, []
     for family in ("states", "dqkwg"):
@@ -27,7 +27,7 @@ def sweep(workload: str, problem: Problem, options=SWEEP) -> list[dict]:
                 run.forward()
                 run.backward()
                 stages = {"fwd": stage_table(run.forward, device), "bwd": stage_table(run.backward, device)}
-            except OutOfResources as error:
+            except (OutOfResources, PTXASError) as error:
                 print(f"  {family} {option}: {str(error).splitlines()[0][:100]}", flush=True)
                 continue
             finally:

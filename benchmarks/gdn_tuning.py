@@ -3,12 +3,13 @@
 fla tries all options of a kernel at its first call, one after the other: minutes, most of them compilation. Here one
 process a share of the options compiles into Triton's cache first; then all of them are timed, but for less long.
 
-    python -m benchmarks.gdn_tuning SHARE  (what `compile_in_parallel` starts)
+    python -m benchmarks.gdn_tuning KIND SHARE  (what `compile_in_parallel` starts)
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,12 +17,20 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from benchmarks.gdn_workloads import CONV_WIDTH, HEADS, draw, sequences
 from benchmarks.record import ROOT
+from cp_engine.kernels.gdn import api
+from cp_engine.layers.gdn import GdnHeads, gdn_tables
+from cp_engine.sharding.forest import Forest, build_forest
+from cp_engine.sharding.gdn_plan import gdn_plan
+from cp_engine.sharding.layout import contiguous_layout
 
 AUTOTUNE = "all options, 5 + 20 ms each"  # as it stands in the records
 SHARES = 9  # most options of one of fla's kernels
 SWEEP = [(columns, warps, stages) for columns in (32, 64) for warps in (4, 8) for stages in (1, 2, 3)]
-TRUNK, BRANCHES = 130, (70, 64)  # tokens of a tree on which all kernels run
+# Tokens of the segments of a tree on which all kernels run: three levels, so that the middle one has a state before
+# and after it.
+TRUNK, BRANCHES, TWIGS = 130, (80, 10), (64, 20)
 
 
 def fla_autotuners() -> Iterator:
@@ -75,41 +84,83 @@ def sizes_of(kernel: str) -> tuple[int, int, int]:
     return dqkwg.BLOCK_KEYS, dqkwg.WARPS, dqkwg.STAGES
 
 
-def compile_in_parallel(sweep: bool = False) -> None:
-    """Fill Triton's cache on this machine; with ``sweep`` also with all options of our kernels."""
-    shares = range(SHARES + (len(SWEEP) if sweep else 0))
+KINDS = {"kernels": SHARES, "sweep": len(SWEEP), "layer": 2 * SHARES}  # shares of each kind of work
+
+
+def compile_in_parallel(*kinds: str) -> None:
+    """Fill Triton's cache on this machine, with some of `KINDS`; ranks of a machine split the shares."""
+    shares = [(kind, str(share)) for kind in kinds for share in range(KINDS[kind])]
+    rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-m", "benchmarks.gdn_tuning"]
-    started = [subprocess.Popen([*command, str(share)], cwd=ROOT, **quiet) for share in shares]
-    failed = [share for share, process in zip(shares, started, strict=True) if process.wait()]
+    started = [subprocess.Popen([*command, *share], cwd=ROOT, **quiet) for share in shares[rank::ranks]]
+    failed = [share for share, process in zip(shares[rank::ranks], started, strict=True) if process.wait()]
     # A share that fails (options beyond the shared memory) is compiled, or left out, when its turn comes.
     if failed:
-        print(f"not compiled ahead: shares {failed}", flush=True)
+        print(f"not compiled ahead: {failed}", flush=True)
 
 
-def compile_share(share: int) -> None:
+def small_tree() -> Forest:
+    trunk, branches = np.arange(TRUNK), [np.full(length, TRUNK + i) for i, length in enumerate(BRANCHES)]
+    twigs = [np.full(length, TRUNK + len(BRANCHES) + i) for i, length in enumerate(TWIGS)]
+    rows = [np.concatenate([trunk, *path]) for path in (branches[:1], *((branches[1], twig) for twig in twigs))]
+    return build_forest(np.concatenate(rows), np.cumsum([0] + [len(row) for row in rows]))
+
+
+def compile_kernels(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:
+    """What `benchmarks.gdn` runs, with one option a kernel."""
     from benchmarks.gdn_rivals import Fla, Ours, fla_refusal_lifted
-    from benchmarks.gdn_workloads import HEADS, draw, sequences
-    from cp_engine.sharding.forest import build_forest
 
-    rows = [np.append(np.arange(TRUNK), np.full(length, TRUNK + i)) for i, length in enumerate(BRANCHES)]
-    forest = build_forest(np.concatenate(rows), np.cumsum([0] + [len(row) for row in rows]))
-    inputs, dout = draw(forest.tokens, HEADS, "cuda", torch.bfloat16)
-    if share >= SHARES:
-        keep_option(0)
-        for kernel in ("states", "dqkwg"):
-            set_sizes(kernel, *SWEEP[share - SHARES])
-        runs = [Ours(forest, inputs, dout)]
-    else:
-        keep_option(share)
-        flat = sequences(forest.segment_length)
-        runs = [Ours(forest, inputs, dout), Fla(forest, inputs, dout), Fla(flat, inputs, dout)]
+    keep_option(share)
+    forest = small_tree()
+    inputs, dout = draw(forest.tokens, heads, device, dtype)
     with fla_refusal_lifted():
-        for run in runs:
+        for run in (Ours(forest, inputs, dout), *(Fla(x, inputs, dout) for x in (forest, sequences([forest.tokens])))):
             run.forward()
             run.backward()
-    torch.cuda.synchronize()
+
+
+def compile_sweep(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:
+    """Our kernels with one of the options of `SWEEP`."""
+    from benchmarks.gdn_rivals import Ours
+
+    keep_option(0)
+    for kernel in ("states", "dqkwg"):
+        set_sizes(kernel, *SWEEP[share])
+    forest = small_tree()
+    run = Ours(forest, *draw(forest.tokens, heads, device, dtype))
+    run.forward()
+    run.backward()
+
+
+def compile_layer(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:
+    """What `benchmarks.gdn_ranks` runs: all heads, a rank below an entry and above an exit; or the half of the heads
+    that a rank has under ulysses."""
+    from benchmarks import gdn_ranks
+
+    keep_option(share)
+    if share >= SHARES:
+        heads = GdnHeads(heads.key_heads // 2, heads.value_heads // 2, heads.key_dim, heads.value_dim)
+    module = gdn_ranks.layer_module(heads, gdn_ranks.HYBRID.hidden, device, dtype)
+    keep_option(share)  # those of the norm, which the module has imported
+    gdn_ranks.alone(module, gdn_ranks.Problem.make(small_tree(), module))
+    if share >= SHARES:
+        return
+    middle = gdn_plan(small_tree(), contiguous_layout(small_tree(), 5), 1, "affine", CONV_WIDTH)
+    tables = gdn_tables(middle, 1, device).chains
+    inputs, dout = draw(tables.rows, heads, device, dtype)
+    state = torch.zeros((1, heads.value_heads, heads.key_dim, heads.value_dim), device=device)
+    assert (tables.entries, len(tables.exit_slot), len(tables.through_slot)) == (1, 1, 1)
+    stages = api.chunk_stages(inputs, tables)
+    api.exit_summary(inputs, stages, tables)
+    api.outputs(inputs, stages, state, tables)
+    back = api.backward_stages(inputs, stages, dout, tables)
+    api.entry_cotangents(inputs, stages, back, tables)
+    api.input_gradients(inputs, stages, back, state, state, tables)
 
 
 if __name__ == "__main__":
-    compile_share(int(sys.argv[1]))
+    work = {"kernels": compile_kernels, "sweep": compile_sweep, "layer": compile_layer}[sys.argv[1]]
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    work(int(sys.argv[2]), HEADS, torch.device("cuda"), torch.bfloat16)
+    torch.cuda.synchronize()

@@ -110,7 +110,7 @@ def draw(tokens: int, heads: GdnHeads, device, dtype: torch.dtype, seed: int = 0
     q = l2_normalise(normal(tokens, heads.key_heads, heads.key_dim)).to(dtype)
     k = l2_normalise(normal(tokens, heads.key_heads, heads.key_dim) + normal(heads.key_dim)).to(dtype)
     v = normal(tokens, heads.value_heads, heads.value_dim).to(dtype)
-    share = torch.where(torch.arange(heads.value_heads, device=device) % 2 == 0, 1.0, 1e-2)
+    share = torch.where(torch.arange(heads.value_heads, device=device) % 2 == 0, 1.0, 0.1)
     inputs = api.Inputs(q, k, v, torch.log(0.97 + 0.0299 * uniform()), uniform() * share)
     return inputs, normal(tokens, heads.value_heads, heads.value_dim).to(dtype)
 

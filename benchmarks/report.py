@@ -76,6 +76,13 @@ against float64 on some rollouts, and the worst segment's largest difference ove
 wrong values, nor to a backward that fla refuses on this card (timing only).
 """
 
+GDN_RANKS = """A whole layer (hidden size 2,048, 16 query and key heads, 32 value heads of size 128, bf16): projections,
+convolution, gates, recurrence, norm and output gate; times of the slowest rank. One GPU: the layer with a GPU's share
+of the tokens, in the same run. Predicted: the planner's cost model for the exchange affine. Error: largest relative
+root mean square of output and gradients against one GPU with all tokens; wrong results get no ratio. Stages: of rank 0,
+with what it waits for.
+"""
+
 GDN_SWEEP = """Launch options of our kernels, each checked as above.
 """
 
@@ -230,6 +237,22 @@ def gdn_times(records: list[dict]) -> str:
     return table(head, rows) + "\n" + table(head_of_stages, stages)
 
 
+def gdn_ranks(records: list[dict]) -> str:
+    head = ("workload", "GPUs", "tokens", "layout", "exchange", "forward, ms", "backward, ms", "both", "one GPU, both")
+    head += ("over one GPU", "predicted", "predicted exposed", "predicted over one", "error", "GiB")
+    rows, stages = [], []
+    for r in records:
+        about = [_cell(r[key]) for key in ("workload", "gpus", "tokens", "layout", "exchange")]
+        total = r["fwd_ms"] + r["bwd_ms"]
+        times = [f"{ms:.2f}" for ms in (r["fwd_ms"], r["bwd_ms"], total, r["one_gpu_ms"])]
+        figures = ("ratio", "predicted_layer_ms", "predicted_exposed_ms", "predicted_ratio", "max_err", "peak_gib")
+        rows.append([*about, *times, *(_cell(r[key]) for key in figures)])
+        for direction, table_of in r["stages"].items():
+            shown = ", ".join(f"{name} {ms:.2f}" for name, (ms, _) in table_of.items())
+            stages.append([*about[:1], *about[3:], direction, shown])
+    return table(head, rows) + "\n" + table(("workload", "layout", "exchange", "direction", "stages, ms"), stages)
+
+
 def every_column(records: list[dict]) -> str:
     columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
     columns = [k for k in columns if any(r.get(k) is not None for r in records)]
@@ -249,6 +272,7 @@ SECTIONS = {
     "planner-time": Section("Time to plan", TIMES, times),
     "packing": Section("Packing", PACKING, packing),
     "gdn": Section("Gated delta rule, one card", GDN, gdn_times),
+    "gdn-ranks": Section("Gated DeltaNet layer, several cards", GDN_RANKS, gdn_ranks),
     "gdn-sweep": Section("Gated delta rule, launch options", GDN_SWEEP, every_column),
     "forest": Section("Building the forests of the seven sets", "Median of repeats on one core.\n", every_column),
     "attention": Section("Attention", ATTENTION, attention),

@@ -16,6 +16,7 @@ from tests.gdn_oracle import forest_of_segments
 
 HEADS = GdnHeads(1, 2, 16, 16)
 SEGMENTS = [(-1, 66), (0, 5), (0, 3), (-1, 2)]
+HEADS_OF_TWO = GdnHeads(2, 2, 16, 16)
 FLOAT32 = 1e-5
 NO_FLOOR = dict.fromkeys(NAMES, 0.0)
 
@@ -146,6 +147,13 @@ def test_sweep_checks_every_option_and_restores_ours():
     assert [gdn_tuning.sizes_of(kernel) for kernel in ("states", "dqkwg")] == before
     assert len(records) == 3 and all(record["right"] and record["ms"] > 0 for record in records)
     assert len({record["method"] for record in records}) == 3
+
+
+def test_what_is_compiled_ahead_runs(plain_rule):
+    options = HEADS_OF_TWO, "cpu", torch.float32
+    gdn_tuning.compile_kernels(1, *options)
+    gdn_tuning.compile_layer(1, *options)
+    gdn_tuning.compile_layer(gdn_tuning.SHARES, *options)
 
 
 def test_the_refusal_of_fla_is_lifted_for_the_time_of_a_measurement(monkeypatch):

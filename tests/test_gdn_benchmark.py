@@ -7,8 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import page
+from cp_engine.layers import gdn as layer
+from cp_engine.layers.gdn import GdnHeads
+from tests.gdn_oracle import forest_of_segments
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,3 +29,60 @@ def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_gdn_benchmark.py"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def toy(gpus: int):
+    """As many trees as GPUs."""
+    trees = [[(-1, 70), (3 * tree, 20), (3 * tree, 9)] for tree in range(gpus)]
+    return forest_of_segments([segment for tree in trees for segment in tree])
+
+
+def without_states(offset, transition, tables, group):
+    states, kept = FOLD(offset, transition, tables, group)
+    return torch.zeros_like(states), kept
+
+
+FOLD = layer.fold_entry_states
+
+
+def rank_records(layouts: list[str], forgets: bool = False) -> list[dict]:
+    from benchmarks import attention_ranks, gdn_ranks, gdn_stages
+
+    module = gdn_ranks.layer_module(GdnHeads(2, 4, 16, 16), 32, torch.device("cpu"), torch.float32)
+    with (
+        mock.patch.multiple(attention_ranks, REPEATS=1, WARM_UPS=1),
+        mock.patch.object(gdn_stages, "REPEATS", 1),
+        mock.patch.object(layer, "fold_entry_states", without_states if forgets else FOLD),
+    ):
+        records = gdn_ranks.run_workload("toy", toy, module, gdn_ranks.arguments_of(["--layouts", *layouts]))
+    dist.barrier()
+    return records
+
+
+def test_a_layer_over_two_ranks_beside_one():
+    pytest.importorskip("triton")
+    by_rank = run_ranks(2, rank_records, ["planner", "spread"])
+    records = by_rank[0]
+    keys = ("layout", "exchange")
+    assert [[r[k] for k in keys] for r in records] == [[r[k] for k in keys] for r in by_rank[1]]
+    assert {(r["layout"], r["exchange"]) for r in records} == {
+        (a, b) for a in ("planner", "spread") for b in ("affine", "ulysses")
+    }
+    for r in records:
+        assert r["right"] and r["max_err"] <= 1e-5 and r["ratio"] > 0 and (r["gpus"], r["tokens"]) == (2, 198), r
+        assert set(r["errors"]) >= {"out", "dhidden", "A_log", "conv1d.weight", "in_proj_qkv.weight"}
+        assert (r["predicted_layer_ms"] is None) == (r["exchange"] == "ulysses")
+    by_case = {(r["layout"], r["exchange"]): r for r in records}
+    assert by_case["planner", "affine"]["predicted_exposed_ms"] == 0, "whole trees on each rank"
+    assert {"fold", "fetch_rows"} <= set(by_case["spread", "affine"]["stages"]["fwd"])
+    assert {"fold_back", "rows_home"} <= set(by_case["spread", "affine"]["stages"]["bwd"])
+    assert {"rows_to_heads", "heads_to_rows"} <= set(by_case["spread", "ulysses"]["stages"]["fwd"])
+    text = page([r | {"commit": "c", "versions": {}, "card": "a card", "command": "x", "date": "d"} for r in records])
+    assert "| toy | 2 | 198 | spread | affine |" in text
+
+
+def test_forgotten_states_get_no_ratio():
+    pytest.importorskip("triton")
+    for r in run_ranks(2, rank_records, ["spread"], True)[0]:
+        forgets = r["exchange"] == "affine"
+        assert r["right"] != forgets and (r["ratio"] is None) == forgets and (r["max_err"] > 1e-2) == forgets, r
