@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.intervals import RowIntervals, visible_intervals, visible_tokens
-from cp_engine.sharding.layout import Layout, contiguous_layout
+from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
 from cp_engine.sharding.row_exchange import RowExchange, TokenOrder, row_exchange, rows_between, token_order
 
 EXCHANGES = ("gather", "ring", "ulysses")
+TWO_DIMENSIONAL = "ulysses_gather"  # followed by ":U", the number of ranks that share the heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +39,32 @@ class UlyssesPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class UlyssesGatherPlan:
+    """Ranks [iU, (i + 1) U) trade their tokens for head shards; ranks that hold one shard then gather among each other.
+
+    A team is such U ranks; for the gather it is one owner of all its tokens.
+    """
+
+    order: TokenOrder  # of the team's tokens in the concatenation of its ranks' rows
+    team_rows: np.ndarray  # int64 [P / U] tokens of each team
+    gather: GatherPlan  # over the rows of the team's tokens, ascending
+    fetch: RowExchange  # between teams: rows are places among a team's tokens
+    team_between: np.ndarray  # int64 [P / U, P / U] rows of ``fetch`` that team i (first axis) reads from team j
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """One rank's attention over one pack. Exactly one of gather, ring, ulysses is set, as ``exchange`` says."""
+    """One rank's attention over one pack. Exactly one of the last four is set, as ``exchange`` says."""
 
     exchange: str
-    fetch: RowExchange  # visible remote rows (gather, ring); for ulysses what gather would have moved
+    fetch: RowExchange  # visible remote rows (gather, ring); for the others what gather would have moved
     between: np.ndarray  # int64 [P, P] rows of ``fetch`` that rank i (first axis) reads from rank j
     rank_rows: np.ndarray  # int64 [P] rows of each rank, padding rows included
     pairs: int  # visible (query, key) pairs of this rank's rows
     gather: GatherPlan | None = None
     ring: RingPlan | None = None
     ulysses: UlyssesPlan | None = None
+    ulysses_gather: UlyssesGatherPlan | None = None
 
 
 def attention_plan(
@@ -57,13 +73,13 @@ def attention_plan(
     """Plan one rank's attention.
 
     Args:
+        exchange: one of `EXCHANGES`, or ``ulysses_gather:U`` with U ranks that share the heads.
         window: a token sees itself and the ``window - 1`` tokens before it on its path; None: its whole path.
 
     Raises:
-        ValueError: for an unknown exchange, or a window without tokens.
+        ValueError: for an unknown exchange, a U that does not divide the ranks, or a window without tokens.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}")
+    team = _team_size(exchange, layout.world)
     if window is not None and window < 1:
         raise ValueError(f"an attention window holds at least 1 token, the query's own; got {window}")
     intervals = visible_intervals(forest, layout, rank, window)
@@ -78,8 +94,11 @@ def attention_plan(
     }
     if exchange == "gather":
         keys = needed[rank]
-        gather = GatherPlan(_key_order(layout, rank, keys, fetch), intervals.on_keys(keys))
+        rows = int(layout.rank_rows[rank])
+        gather = GatherPlan(_key_order(layout, rank, keys, fetch, rows), intervals.on_keys(keys))
         return AttentionPlan(**shared, gather=gather)
+    if team is not None:
+        return AttentionPlan(**shared, ulysses_gather=_ulysses_gather_plan(forest, layout, rank, team, window))
     if exchange == "ring":
         split = np.split(fetch.recv_tokens, np.cumsum(fetch.recv_counts)[:-1])
         split[rank] = layout.rank_tokens(rank)
@@ -90,10 +109,40 @@ def attention_plan(
     )
 
 
-def _key_order(layout: Layout, rank: int, keys: np.ndarray, fetch: RowExchange) -> np.ndarray:
-    """Index of each gathered key in concat(local rows, received rows)."""
+def _team_size(exchange: str, world: int) -> int | None:
+    """U of a two-dimensional exchange, None for the others."""
+    if exchange in EXCHANGES:
+        return None
+    name, _, size = exchange.partition(":")
+    if name != TWO_DIMENSIONAL or not size.isdecimal():
+        known = ", ".join((*EXCHANGES, f"{TWO_DIMENSIONAL}:U"))
+        raise ValueError(f"exchange must be one of {known}, got {exchange!r}")
+    if int(size) < 1 or world % int(size):
+        raise ValueError(
+            f"{TWO_DIMENSIONAL} needs a number of head-sharing ranks that divides {world} ranks, got {size}"
+        )
+    return int(size)
+
+
+def _ulysses_gather_plan(forest: Forest, layout: Layout, rank: int, size: int, window: int | None) -> UlyssesGatherPlan:
+    teams = layout_from_cuts(layout.piece_start, layout.piece_rank // size, layout.world // size)
+    mine = rank // size
+    tokens = teams.rank_tokens(mine)
+    members = layout.rank_rows[mine * size : (mine + 1) * size]
+    offset = np.cumsum(members) - members
+    order = TokenOrder(members, offset[layout.owner[tokens] - mine * size] + layout.local_row[tokens])
+    needed = [visible_tokens(forest, teams, team, window) for team in range(teams.world)]
+    fetch = row_exchange(teams, mine, needed)
+    # Padding rows of a team's ranks do not become rows of the team.
+    intervals = replace(visible_intervals(forest, teams, mine, window).on_keys(needed[mine]), rows=len(tokens))
+    gather = GatherPlan(_key_order(teams, mine, needed[mine], fetch, len(tokens)), intervals)
+    return UlyssesGatherPlan(order, teams.rank_token_count, gather, fetch, rows_between(teams, needed))
+
+
+def _key_order(layout: Layout, rank: int, keys: np.ndarray, fetch: RowExchange, rows: int) -> np.ndarray:
+    """Index of each gathered key in concat(``rows`` local rows, received rows)."""
     order = np.empty(layout.tokens, np.int64)
     own = layout.rank_tokens(rank)
     order[own] = np.arange(len(own))
-    order[fetch.recv_tokens] = int(layout.rank_rows[rank]) + np.arange(fetch.rows_in)
+    order[fetch.recv_tokens] = rows + np.arange(fetch.rows_in)
     return order[keys]

@@ -18,8 +18,16 @@ from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, ga
 from cp_engine.sharding.exchange.ring import RingTables, ring_backward, ring_forward
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.exchange.transport import transport_for
-from cp_engine.sharding.exchange.ulysses import UlyssesTables, ulysses_backward, ulysses_forward
-from cp_engine.sharding.row_exchange import Moves
+from cp_engine.sharding.exchange.ulysses import (
+    HeadShards,
+    UlyssesGatherTables,
+    UlyssesTables,
+    ulysses_backward,
+    ulysses_forward,
+    ulysses_gather_backward,
+    ulysses_gather_forward,
+)
+from cp_engine.sharding.row_exchange import Moves, TokenOrder
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class AttentionTables:
     """An `AttentionPlan` on a device. Made once for a pack and used by all its attention layers."""
 
     world: int
-    exchange: GatherTables | RingTables | UlyssesTables
+    exchange: GatherTables | RingTables | UlyssesTables | UlyssesGatherTables
     transport: str  # see `cp_engine.sharding.exchange.transport.transport_for`
 
 
@@ -50,25 +58,39 @@ def attention_tables(
     moves = Moves(rank, plan.between)
     send_rows = torch.as_tensor(plan.fetch.send_rows, device=device)
     if plan.gather is not None:
-        exchange = _gather_tables(plan, plan.gather, moves, send_rows, on_device, head_groups)
+        exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, on_device, head_groups)
     elif plan.ring is not None:
         exchange = RingTables(moves, send_rows, tuple(on_device(part) for part in plan.ring.intervals))
-    else:
-        assert plan.ulysses is not None
+    elif plan.ulysses is not None:
         order = plan.ulysses.order
-        rows = int(order.rank_rows.sum())
-        tokens, padding = np.zeros(rows, np.int64), np.ones(rows, bool)
-        tokens[order.dfs_order], padding[order.dfs_order] = np.arange(len(order.dfs_order)), False
-        tables = (order.dfs_order, tokens, np.flatnonzero(padding))
-        exchange = UlyssesTables(
-            Moves(rank, np.tile(order.rank_rows, (world, 1))),
-            *(torch.as_tensor(table, device=device) for table in tables),
-            on_device(plan.ulysses.intervals),
-        )
+        exchange = UlyssesTables(_head_shards(order, plan.rank_rows, rank, device), on_device(plan.ulysses.intervals))
+    else:
+        exchange = _ulysses_gather_tables(plan, rank, on_device, device, head_groups)
     return AttentionTables(world, exchange, transport)
 
 
-def _gather_tables(plan: AttentionPlan, gather: GatherPlan, moves: Moves, send_rows, on_device, head_groups):
+def _head_shards(order: TokenOrder, rank_rows: np.ndarray, rank: int, device) -> HeadShards:
+    team, world = len(order.rank_rows), len(rank_rows)
+    team_of = np.arange(world) // team
+    counts = np.where(team_of[:, None] == team_of, rank_rows, 0)
+    rows = int(order.rank_rows.sum())
+    tokens, padding = np.zeros(rows, np.int64), np.ones(rows, bool)
+    tokens[order.dfs_order], padding[order.dfs_order] = np.arange(len(order.dfs_order)), False
+    tables = (torch.as_tensor(table, device=device) for table in (order.dfs_order, tokens, np.flatnonzero(padding)))
+    return HeadShards(team, Moves(rank, counts), *tables)
+
+
+def _ulysses_gather_tables(plan: AttentionPlan, rank: int, on_device, device, head_groups) -> UlyssesGatherTables:
+    both = plan.ulysses_gather
+    shards = _head_shards(both.order, plan.rank_rows, rank, device)
+    # A shard's rows move between the ranks that hold it, one in each team.
+    counts = np.kron(both.team_between, np.eye(shards.team, dtype=np.int64))
+    send_rows = torch.as_tensor(both.fetch.send_rows, device=device)
+    gather = _gather_tables(both.gather, Moves(rank, counts), both.team_rows, send_rows, on_device, head_groups)
+    return UlyssesGatherTables(shards, gather)
+
+
+def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, send_rows, on_device, head_groups):
     rows, order = gather.intervals.rows, gather.key_order
     remote = order >= rows
     local_keys, remote_keys = np.flatnonzero(~remote), np.empty(moves.rows_in, np.int64)
@@ -77,7 +99,7 @@ def _gather_tables(plan: AttentionPlan, gather: GatherPlan, moves: Moves, send_r
     # Received rows follow the local tokens; a padding row is no key.
     order = np.where(remote, order - rows + len(local_keys), order)
     tables = (torch.as_tensor(table, device=send_rows.device) for table in (order, local_keys, remote_keys))
-    return GatherTables(moves, plan.rank_rows.tolist(), send_rows, *tables, on_device(gather.intervals), head_groups)
+    return GatherTables(moves, owner_rows.tolist(), send_rows, *tables, on_device(gather.intervals), head_groups)
 
 
 @dataclass(frozen=True)
@@ -95,24 +117,34 @@ def moved_bytes(
 ) -> MovedBytes:
     """Bytes that an exchange moves for a rank in one call's forward and backward, from its plan alone."""
     value, gradient = dtype.itemsize, accumulation_dtype(dtype).itemsize
+    both = plan.ulysses_gather
+    fetch, order, heads = plan.fetch, None, kv_heads
+    if both is not None:
+        fetch, order = both.fetch, both.order
+        heads = max(kv_heads, len(order.rank_rows)) // len(order.rank_rows)
+    elif plan.ulysses is not None:
+        order = plan.ulysses.order
+    moved = np.zeros(4, np.int64)
     if plan.ulysses is None:
         # Keys and values come in both passes, their gradients go home in backward.
-        row, rows_in, rows_out = 2 * kv_heads * head_dim, plan.fetch.rows_in, plan.fetch.rows_out
-        forward_out, forward_in = rows_out * row * value, rows_in * row * value
-        return MovedBytes(
-            forward_out, forward_in, forward_out + rows_in * row * gradient, forward_in + rows_out * row * gradient
+        row = 2 * heads * head_dim
+        there, here = fetch.rows_out * row, fetch.rows_in * row
+        moved += (
+            there * value, here * value, there * value + here * gradient, here * value + there * gradient
+        )  # fmt: skip
+    if order is not None:
+        rows, team = order.rank_rows, len(order.rank_rows)
+        mine, others = int(rows[rank % team]), int(rows.sum() - rows[rank % team])
+        query, kv = query_heads // team, 2 * (max(kv_heads, team) // team)
+        away, here = mine * (team - 1) * head_dim, others * head_dim  # elements of one head of a shard
+        returned = query * value + kv * (gradient if team > kv_heads else value)
+        moved += (
+            away * (query + kv) * value + here * query * value,
+            here * (query + kv) * value + away * query * value,
+            away * query * value + here * returned,
+            here * query * value + away * returned,
         )
-    rows = plan.ulysses.order.rank_rows
-    world, mine, others = len(rows), int(rows[rank]), int(rows.sum() - rows[rank])
-    query, kv = query_heads // world, 2 * (max(kv_heads, world) // world)
-    away, here = mine * (world - 1) * head_dim, others * head_dim  # elements of one head of a shard
-    returned = query * value + kv * (gradient if world > kv_heads else value)
-    return MovedBytes(
-        away * (query + kv) * value + here * query * value,
-        here * (query + kv) * value + away * query * value,
-        away * query * value + here * returned,
-        here * query * value + away * returned,
-    )
+    return MovedBytes(*moved.tolist())
 
 
 def tree_attention(
@@ -158,8 +190,10 @@ class _TreeAttention(torch.autograd.Function):
             out, saved = gather_forward(kernel, q, k, v, tables, transport)
         elif isinstance(tables, RingTables):
             out, saved = ring_forward(kernel, q, k, v, tables, transport)
-        else:
+        elif isinstance(tables, UlyssesTables):
             out, saved = ulysses_forward(kernel, q, k, v, tables, transport)
+        else:
+            out, saved = ulysses_gather_forward(kernel, q, k, v, tables, transport)
         ctx.save_for_backward(*saved)
         ctx.tables, ctx.transport, ctx.kv_heads = tables, transport, k.shape[1]
         ctx.kernel_backward = partial(attention_backward, scale=scale, backend=backend, accumulate=True)
@@ -172,6 +206,8 @@ class _TreeAttention(torch.autograd.Function):
             grads = gather_backward(*arguments, ctx.tables, ctx.transport)
         elif isinstance(ctx.tables, RingTables):
             grads = ring_backward(*arguments, ctx.tables, ctx.transport)
-        else:
+        elif isinstance(ctx.tables, UlyssesTables):
             grads = ulysses_backward(*arguments, ctx.kv_heads, ctx.tables, ctx.transport)
+        else:
+            grads = ulysses_gather_backward(*arguments, ctx.kv_heads, ctx.tables, ctx.transport)
         return *(grad.to(dout.dtype) for grad in grads), None, None, None, None

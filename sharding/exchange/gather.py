@@ -40,7 +40,7 @@ class GatherTables:
     """A `GatherPlan` on a device."""
 
     moves: Moves  # of key rows
-    rank_rows: list[int]  # [P] rows of each rank, padding rows included
+    owner_rows: list[int]  # rows of each rank, or of each team of `ulysses_gather`
     send_rows: torch.Tensor  # int64 [sum(moves.send_counts)] local rows, receivers in rank order
     key_order: torch.Tensor  # int64 [K] index of each key row in concat(local rows, received rows)
     local_keys: torch.Tensor  # int64 [n] key row of each local token; empty for a padding row
@@ -64,7 +64,7 @@ def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int
     rows = max(tables.moves.most_out, tables.moves.back.most_out)
     # Keys and values come twice, their gradients go home once.
     fetch_ns = rows * row * (2 * dtype.itemsize + accumulation_dtype(dtype).itemsize) // READ_BYTES_PER_NS
-    copy_ns = max(tables.rank_rows) * query_heads * size * dtype.itemsize * HEAD_COPIES // COPY_BYTES_PER_NS
+    copy_ns = max(tables.owner_rows) * query_heads * size * dtype.itemsize * HEAD_COPIES // COPY_BYTES_PER_NS
     times = {
         groups: fetch_ns // groups + (copy_ns if groups > 1 else 0) + groups * GROUP_NS
         for groups in range(1, MOST_GROUPS + 1)
@@ -162,12 +162,17 @@ def gather_forward(
         out, lse = kernel(q, k, v, tables.intervals, accumulate=False)
         fetch.finish()
         return out, (q, k, v, out, lse)
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
     fetch.start(0)
+    out = lse = None
     for index, group in enumerate(groups):
         keys, values = fetch.wait()
         fetch.start(index + 1)
         part = kernel(q[:, group.query], keys, values, tables.intervals, accumulate=False)
+        if len(groups) == 1:
+            out, lse = part
+            break
+        if out is None:
+            out, lse = (x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in part)
         out[:, group.query], lse[:, group.query] = part
     return out, (q, k, v, out, lse)
 

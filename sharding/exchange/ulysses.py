@@ -1,7 +1,10 @@
 """Attention by head shards: one all-to-all gives every rank all tokens of a share of the heads, one brings them back.
 
-Callables as in `gather`. Shapes: n local rows, T tokens, N rows of all ranks (padding rows included), P ranks, Hq query
-heads, Hk kv heads, hq = Hq / P and hk = max(Hk, P) / P heads of a shard, D head size.
+In two dimensions, `ulysses_gather`, only the ranks of a team trade tokens for heads; ranks that hold the same heads in
+different teams then exchange keys by `gather`. Both steps are moves inside one process group.
+
+Callables as in `gather`. Shapes: n local rows, T tokens and N rows (padding included) of a team, P ranks of a team, Hq
+query heads, Hk kv heads, hq = Hq / P and hk = max(Hk, P) / P heads of a shard, D head size.
 """
 
 from __future__ import annotations
@@ -11,24 +14,37 @@ from typing import Any
 
 import torch
 
+from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, gather_forward
 from cp_engine.sharding.exchange.rows import take_rows
 from cp_engine.sharding.exchange.transport import Part, Shipment, Transport
 from cp_engine.sharding.row_exchange import Moves
 
 
 @dataclass(frozen=True, eq=False)
-class UlyssesTables:
-    """A `UlyssesPlan` on a device."""
+class HeadShards:
+    """How the ranks of a team trade the rows of all heads for all rows of a share of the heads."""
 
-    moves: Moves  # of rows towards head shards: each rank's rows to every rank, itself included
-    dfs_order: torch.Tensor  # int64 [T] row of each token in the concatenation of all ranks' rows
+    team: int  # ranks that share the heads
+    moves: Moves  # of rows towards head shards: each rank's rows to every rank of its team, itself included
+    order: torch.Tensor  # int64 [T] row of each of the team's tokens in the concatenation of its ranks' rows
     tokens: torch.Tensor  # int64 [N] token of each of these rows, any for a padding row
     padding: torch.Tensor  # int64: which of these rows are padding rows
+
+
+@dataclass(frozen=True, eq=False)
+class UlyssesTables:
+    """A `UlyssesPlan` on a device: one team."""
+
+    shards: HeadShards
     intervals: Any  # the kernel's, over all T tokens
 
-    @property
-    def world(self) -> int:
-        return self.moves.world
+
+@dataclass(frozen=True, eq=False)
+class UlyssesGatherTables:
+    """A `UlyssesGatherPlan` on a device."""
+
+    shards: HeadShards
+    gather: GatherTables  # of a head shard, between the teams
 
 
 def ulysses_forward(
@@ -46,12 +62,9 @@ def ulysses_forward(
     Raises:
         ValueError: on every rank, before anything moves, for head counts that cannot be divided.
     """
-    times = kv_repeats(q.shape[1], k.shape[1], tables.world)
-    if times > 1:
-        k, v = repeat_kv_heads(k, times), repeat_kv_heads(v, times)
-    shard = tokens_to_heads((q, k, v), tables, transport)
+    shard = _shard(q, k, v, tables.shards, transport)
     out, lse = kernel(*shard, tables.intervals, accumulate=False)
-    (local,) = heads_to_tokens((out,), tables, transport)
+    (local,) = heads_to_tokens((out,), tables.shards, transport)
     return local, (*shard, out, lse)
 
 
@@ -60,14 +73,45 @@ def ulysses_backward(
 ) -> tuple[torch.Tensor, ...]:
     """dq [n, Hq, D], dk, dv [n, Hk, D]; a repeated kv head gets the sum over its copies, in the accumulation dtype."""
     q, k, v, out, lse = saved
-    (shard_dout,) = tokens_to_heads((dout,), tables, transport)
-    dq, dk, dv = kernel_backward(q, k, v, out, lse, shard_dout, tables.intervals)
-    copies = k.shape[1] * tables.world // kv_heads
+    (shard_dout,) = tokens_to_heads((dout,), tables.shards, transport)
+    grads = kernel_backward(q, k, v, out, lse, shard_dout, tables.intervals)
+    return _bring_home(grads, q.dtype, kv_heads, tables.shards, transport)
+
+
+def ulysses_gather_forward(
+    kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: UlyssesGatherTables, transport: Transport | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """As `ulysses_forward`, with a gather between the teams for each head shard."""
+    shard = _shard(q, k, v, tables.shards, transport)
+    out, saved = gather_forward(kernel, *shard, tables.gather, transport)
+    (local,) = heads_to_tokens((out,), tables.shards, transport)
+    return local, saved
+
+
+def ulysses_gather_backward(
+    kernel_backward, saved, dout: torch.Tensor, kv_heads: int, tables: UlyssesGatherTables, transport: Transport | None
+) -> tuple[torch.Tensor, ...]:
+    """As `ulysses_backward`."""
+    (shard_dout,) = tokens_to_heads((dout,), tables.shards, transport)
+    grads = gather_backward(kernel_backward, saved, shard_dout, tables.gather, transport)
+    return _bring_home(grads, dout.dtype, kv_heads, tables.shards, transport)
+
+
+def _shard(q, k, v, shards: HeadShards, transport: Transport | None) -> tuple[torch.Tensor, ...]:
+    times = kv_repeats(q.shape[1], k.shape[1], shards.team)
+    if times > 1:
+        k, v = repeat_kv_heads(k, times), repeat_kv_heads(v, times)
+    return tokens_to_heads((q, k, v), shards, transport)
+
+
+def _bring_home(grads, dtype: torch.dtype, kv_heads: int, shards: HeadShards, transport: Transport | None):
+    dq, dk, dv = grads
+    copies = dk.shape[1] * shards.team // kv_heads
     if copies == 1:
         # Nothing is added to these: rounded before the move they are the same, and half as many bytes.
-        return heads_to_tokens((dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)), tables, transport)
-    (dq,) = heads_to_tokens((dq.to(q.dtype),), tables, transport)
-    dk, dv = heads_to_tokens((dk, dv), tables, transport)
+        return heads_to_tokens((dq.to(dtype), dk.to(dtype), dv.to(dtype)), shards, transport)
+    (dq,) = heads_to_tokens((dq.to(dtype),), shards, transport)
+    dk, dv = heads_to_tokens((dk, dv), shards, transport)
     return dq, dk.unflatten(1, (kv_heads, copies)).sum(2), dv.unflatten(1, (kv_heads, copies)).sum(2)
 
 
@@ -95,35 +139,35 @@ def repeat_kv_heads(kv: torch.Tensor, times: int) -> torch.Tensor:
     return kv.repeat_interleave(times, dim=1)
 
 
-def tokens_to_heads(parts, tables: UlyssesTables, transport: Transport | None) -> tuple[torch.Tensor, ...]:
-    """Local rows of all heads -> all tokens in depth-first order of a head shard: [n, H, D] each -> [T, H / P, D] each.
+def tokens_to_heads(parts, shards: HeadShards, transport: Transport | None) -> tuple[torch.Tensor, ...]:
+    """Local rows of all heads -> all tokens of the team, ascending, of a head shard: [n, H, D] -> [T, H / P, D].
 
     The parts share a dtype and travel in one message.
     """
-    heads = [part.shape[1] // tables.world for part in parts]
+    heads = [part.shape[1] // shards.team for part in parts]
     size = parts[0].shape[2]
-    shipment, packed = _open(tables.moves, sum(heads), parts[0], transport)
-    by_rank = packed.unflatten(0, (tables.world, -1))  # [P, n, heads, D]
+    shipment, packed = _open(shards.moves, sum(heads), parts[0], transport)
+    by_rank = packed.unflatten(0, (shards.team, -1))  # [P, n, heads, D]
     for part, rows in zip(parts, by_rank.split(heads, 2), strict=True):
-        rows.copy_(part.unflatten(1, (tables.world, -1)).transpose(0, 1))
+        rows.copy_(part.unflatten(1, (shards.team, -1)).transpose(0, 1))
     received = _move(shipment, packed)
     # Apart, so that each is contiguous for the kernel.
     return tuple(
-        take_rows(rows, tables.dfs_order, rows.new_empty((len(tables.dfs_order), rows.shape[1], size)))
+        take_rows(rows, shards.order, rows.new_empty((len(shards.order), rows.shape[1], size)))
         for rows in received.split(heads, 1)
     )
 
 
-def heads_to_tokens(parts, tables: UlyssesTables, transport: Transport | None) -> tuple[torch.Tensor, ...]:
+def heads_to_tokens(parts, shards: HeadShards, transport: Transport | None) -> tuple[torch.Tensor, ...]:
     """Inverse of `tokens_to_heads`: [T, H / P, D] each -> [n, H, D] each. Padding rows come back as zeros."""
     heads = [part.shape[1] for part in parts]
-    shipment, packed = _open(tables.moves.back, sum(heads), parts[0], transport)
-    if len(tables.dfs_order):
+    shipment, packed = _open(shards.moves.back, sum(heads), parts[0], transport)
+    if len(shards.order):
         for part, rows in zip(parts, packed.split(heads, 1), strict=True):
-            take_rows(part, tables.tokens, rows)
-    packed.index_fill_(0, tables.padding, 0)
+            take_rows(part, shards.tokens, rows)
+    packed.index_fill_(0, shards.padding, 0)
     received = _move(shipment, packed)
-    by_head = received.unflatten(0, (tables.world, -1)).transpose(0, 1)  # [n, P, heads, D]
+    by_head = received.unflatten(0, (shards.team, -1)).transpose(0, 1)  # [n, P, heads, D]
     return tuple(part.flatten(1, 2) for part in by_head.split(heads, 2))
 
 

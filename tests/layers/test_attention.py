@@ -94,7 +94,11 @@ def rank_errors(cases: list[Case]) -> list[dict[str, float]]:
 
 def possible(case: Case, world: int) -> bool:
     query_heads, kv_heads = case.heads
-    return case.exchange != "ulysses" or (query_heads % world == 0 and (kv_heads % world == 0 or world % kv_heads == 0))
+    name, _, team = case.exchange.partition(":")
+    if not name.startswith("ulysses"):
+        return True
+    size = int(team or world)
+    return world % size == 0 and query_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -112,8 +116,16 @@ def test_float64_equals_dense_attention(world):
         for layout in ("random", "one")
         for seed in (0, 1, 4)
     ]
+    cases += [
+        Case(f"ulysses_gather:{team}", seed, heads, layout, groups=groups)
+        for team in (1, 2, 4)
+        for heads, groups in (((8, 2), None), ((4, 1), 1), ((8, 4), 2))
+        for layout in ("contiguous", "random", "one")
+        for seed in (0, 1, 4)
+        if not (heads == (8, 4) and team == 4)
+    ]
     cases = [case for case in cases if possible(case, world)]
-    assert {case.exchange for case in cases} == set(EXCHANGES)
+    assert {case.exchange for case in cases} > set(EXCHANGES)
     assert world != 4 or Case("ulysses", 1, (8, 2)) in cases, "kv heads fewer than ranks"
     for by_case in run_ranks(world, rank_errors, cases):
         for case, errors in zip(cases, by_case, strict=True):
