@@ -46,14 +46,27 @@ class ParallelConfig(_Section):
     """Context-parallel ranks, which share each pack. Neighbouring ranks form a group."""
     layout: Literal["balanced", "contiguous"] = "balanced"
     """Which rank owns which tokens: by predicted step time, or equal ranges of the depth-first order."""
-    exchange: Literal["auto", "gather", "ring", "ulysses"] = "auto"
-    """How softmax attention crosses ranks; auto takes the one predicted fastest for each pack."""
+    exchange: Literal["auto", "gather", "ring", "ulysses", "ulysses_gather"] = "auto"
+    """How softmax attention crosses ranks; auto takes the one of the first three predicted fastest for each pack."""
+    ulysses_ranks: int | None = Field(None, ge=2)
+    """For ulysses_gather: so many neighbouring ranks share the heads, and keys are gathered between such teams."""
     max_exchange_mib: int | None = Field(None, ge=1)
     """MiB of exchange buffers that one attention layer may hold on a rank; auto takes an exchange that keeps to it."""
     gdn_exchange: Literal["affine", "ulysses"] = "affine"
     """How Gated DeltaNet states cross ranks."""
     timeout_s: int = Field(600, ge=1)
     """Seconds a rank waits for the others in a collective before it fails."""
+
+    @model_validator(mode="after")
+    def _teams_divide_the_ranks(self) -> ParallelConfig:
+        if (self.ulysses_ranks is not None) != (self.exchange == "ulysses_gather"):
+            raise ValueError(
+                "ulysses_ranks is set for exchange: ulysses_gather and only for it; exchange is "
+                f"{self.exchange}, ulysses_ranks is {self.ulysses_ranks}"
+            )
+        if self.ulysses_ranks is not None and self.cp % self.ulysses_ranks:
+            raise ValueError(f"ulysses_ranks must divide cp; got ulysses_ranks {self.ulysses_ranks} and cp {self.cp}")
+        return self
 
     @model_validator(mode="after")
     def _budget_steers_a_choice(self) -> ParallelConfig:

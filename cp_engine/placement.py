@@ -24,7 +24,7 @@ class PlacedPack:
 
     pack: Pack
     layout: Layout
-    exchange: str  # gather, ring or ulysses
+    exchange: str  # gather, ring, ulysses, or ulysses_gather:U
     reason: str  # why this exchange
 
 
@@ -37,7 +37,8 @@ def place_pack(pack: Pack, parallel: ParallelConfig, shape: ModelShape) -> Place
     forest, layout = choose_layout(pack.forest, parallel, shape)
     placed = replace(pack, forest=forest)
     if parallel.exchange != "auto":
-        return PlacedPack(placed, layout, parallel.exchange, "set by parallel.exchange")
+        team = f":{parallel.ulysses_ranks}" if parallel.ulysses_ranks is not None else ""
+        return PlacedPack(placed, layout, parallel.exchange + team, "set by parallel.exchange")
     if not forest.tokens:
         return PlacedPack(placed, layout, "gather", "a pack without tokens moves nothing")
     budget = None if parallel.max_exchange_mib is None else parallel.max_exchange_mib * MIB

@@ -49,7 +49,7 @@ def shard_plan(
 
     Args:
         loss_mask: bool [N] trained tokens of the pack's rollouts, one rollout after the other.
-        exchange: how attention moves keys and values: ``gather``, ``ring`` or ``ulysses``.
+        exchange: how attention moves keys and values: see `attention_plan`.
         gdn_exchange: how GDN layers cross ranks: ``affine`` or ``ulysses``.
         conv_width: taps of the GDN convolution; None for a model without GDN layers.
         window: tokens that a row of a sliding-window layer sees, itself included; None for a model without such layers.

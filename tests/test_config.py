@@ -38,6 +38,15 @@ def test_overrides_replace_values(tmp_path):
             {"model": {"path": "x"}, "parallel": {"exchange": "ring", "max_exchange_mib": 64}},
             "max_exchange_mib only steers exchange: auto, and exchange is ring; leave one of them out",
         ),
+        (
+            {"model": {"path": "x"}, "parallel": {"cp": 4, "exchange": "ulysses_gather"}},
+            "ulysses_ranks is set for exchange: ulysses_gather and only for it; exchange is ulysses_gather, "
+            "ulysses_ranks is None",
+        ),
+        (
+            {"model": {"path": "x"}, "parallel": {"cp": 4, "exchange": "ulysses_gather", "ulysses_ranks": 3}},
+            "ulysses_ranks must divide cp; got ulysses_ranks 3 and cp 4",
+        ),
         ({"model": {"path": "x"}, "parallel": {"cp": 0}}, "parallel.cp: Input should be greater than or equal to 1"),
         (
             {"model": {"path": "x"}, "loss": {"name": "reinforce"}},

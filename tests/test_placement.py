@@ -27,6 +27,13 @@ def test_a_named_exchange_and_layout_are_kept():
     assert placed.layout.piece_rank.tolist() == [0, 1, 2]
 
 
+def test_teams_of_ranks_reach_the_plan():
+    placed = place_pack(pack(), ParallelConfig(cp=4, exchange="ulysses_gather", ulysses_ranks=2), SHAPE)
+    for rank in range(4):
+        both = plan_rank(placed, rank, "affine", None).attention.ulysses_gather
+        assert both.order.rank_rows.tolist() == placed.layout.rank_rows[rank // 2 * 2 :][:2].tolist()
+
+
 def test_auto_says_why(caplog):
     parallel = ParallelConfig(cp=2)
     with caplog.at_level("INFO"):

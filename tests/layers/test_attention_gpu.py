@@ -23,7 +23,8 @@ def runs_of(backend: str, dtype: torch.dtype, exchanges) -> list[Run]:
 
 
 def all_runs() -> list[Run]:
-    runs = runs_of("reference", torch.float64, EXCHANGES) + runs_of("triton", torch.bfloat16, EXCHANGES)
+    teams = (("ulysses_gather:1", 2), ("ulysses_gather:2", None))
+    runs = runs_of("reference", torch.float64, EXCHANGES + teams) + runs_of("triton", torch.bfloat16, EXCHANGES)
     if importlib.util.find_spec("cudnn") is not None:
         # Not ring: cudnn hands out partial results in bf16, so that merging them adds a rounding.
         runs += runs_of("cudnn", torch.bfloat16, (("gather", 4), ("ulysses", None)))
@@ -43,9 +44,8 @@ def gpu_rank(rank: int, port: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
-    with torch.random.fork_rng(devices=[device]):
-        found = findings(all_runs(), branching_rows(4, 150, 33), device)
-        chains = {run: chain_digests(run, branching_rows(4, 800, 120), device, 12) for run in CHAINS}
+    found = findings(all_runs(), branching_rows(4, 150, 33), device)
+    chains = {run: chain_digests(run, branching_rows(4, 800, 120), device, 12) for run in CHAINS}
     with open(f"{folder}/{rank}", "wb") as file:
         pickle.dump((found, chains), file)
     dist.barrier(device_ids=[rank])

@@ -125,6 +125,26 @@ def test_attention_plan(seed, exchange):
                 assert keys_of_row(plan.ulysses.intervals, token) == rows.paths[token]
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_team_gathers_as_one_rank_would(seed):
+    """`ulysses_gather`: a team's rows are its ranks' tokens in order, and it sees what one owner of them would see."""
+    rows = case(seed)[0]
+    for size, teams in ((2, 2), (3, 1), (1, 3)):
+        layout = random_layout(rows.forest, seed, size * teams)
+        for rank in range(layout.world):
+            plan = attention_plan(rows.forest, layout, rank, f"ulysses_gather:{size}").ulysses_gather
+            members = range(rank // size * size, rank // size * size + size)
+            joined = [token for member in members for token in rank_rows(layout, member)]
+            local = np.array(joined)[plan.order.dfs_order].tolist()
+            assert local == sorted(token for member in members for token in layout.rank_tokens(member))
+            assert len(local) == plan.team_rows[rank // size]
+            assert plan.team_between[rank // size].tolist() == plan.fetch.recv_counts.tolist()
+            assert plan.team_between[:, rank // size].tolist() == plan.fetch.send_counts.tolist()
+            buffer = np.array(local + plan.fetch.recv_tokens.tolist())[plan.gather.key_order]
+            for row, token in enumerate(local):
+                assert buffer[keys_of_row(plan.gather.intervals, row)].tolist() == expected_keys(rows, token)
+
+
 def check_fragments(rows: Rows, tokens: list[int], plan: GdnPlan) -> list[list[int]]:
     """Fragments cover the rows, each inside one segment, parents first; returns the tokens of each."""
     bounds = plan.fragment_row.tolist()
@@ -380,8 +400,12 @@ def test_digest_is_equal_over_ranks_and_changes_with_anything():
 def test_unknown_choices_are_refused():
     rows = closed_form_rows()
     layout, mask = contiguous_layout(rows.forest, 2), np.ones(23, bool)
-    with pytest.raises(ValueError, match="exchange must be one of gather, ring, ulysses, got 'broadcast'"):
-        shard_plan(rows.forest, layout, 0, mask, "broadcast")
+    with pytest.raises(
+        ValueError, match="exchange must be one of gather, ring, ulysses, ulysses_gather:U, got 'broad'"
+    ):
+        shard_plan(rows.forest, layout, 0, mask, "broad")
+    with pytest.raises(ValueError, match="a number of head-sharing ranks that divides 2 ranks, got 3"):
+        shard_plan(rows.forest, layout, 0, mask, "ulysses_gather:3")
     with pytest.raises(ValueError, match="gdn_exchange must be one of affine, ulysses, got 'gather'"):
         shard_plan(rows.forest, layout, 0, mask, gdn_exchange="gather", conv_width=4)
     with pytest.raises(ValueError, match=r"rank must lie in \[0, 2\), got 2"):
