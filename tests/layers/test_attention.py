@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     groups: int | None = None  # head groups of gather
     transport: str = "auto"
+    window: int | None = None
 
 
 def case_rows(case: Case):
@@ -59,7 +60,7 @@ def run_case(case: Case, x: Tensors, rank: int, world: int) -> tuple[torch.Tenso
     """This rank's tokens, and its rows of out, dq, dk, dv. A padding row holds large numbers that must not show."""
     forest = case_rows(case).forest
     layout = case_layout(case, forest, world)
-    plan = attention_plan(forest, layout, rank, case.exchange)
+    plan = attention_plan(forest, layout, rank, case.exchange, case.window)
     tables = attention_tables(plan, rank, transport=case.transport, head_groups=case.groups)
     tokens = torch.as_tensor(layout.rank_tokens(rank))
     local = [part[tokens] for part in (x.q, x.k, x.v, x.dout)]
@@ -77,7 +78,7 @@ def case_errors(case: Case) -> dict[str, float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     forest = case_rows(case).forest
     x = case_tensors(case, forest.tokens)
-    truth = dense_attention(visible(forest), x)
+    truth = dense_attention(visible(forest, case.window), x)
     tokens, got = run_case(case, x, rank, world)
     if not len(tokens):
         assert not any(part.any() for part in got.values()), "a padding row has output and gradients zero"
@@ -123,6 +124,12 @@ def test_float64_equals_dense_attention(world):
         for layout in ("contiguous", "random", "one")
         for seed in (0, 1, 4)
         if not (heads == (8, 4) and team == 4)
+    ]
+    cases += [
+        Case(exchange, seed, (8, 2), layout, window=window)
+        for exchange in (*EXCHANGES, "ulysses_gather:2")
+        for layout in ("random", "one")
+        for seed, window in ((0, 2), (1, 3), (4, 9), (5, 1000))
     ]
     cases = [case for case in cases if possible(case, world)]
     assert {case.exchange for case in cases} > set(EXCHANGES)
