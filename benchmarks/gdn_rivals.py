@@ -40,12 +40,12 @@ class Ours:
 
     def forward(self) -> None:
         stages = gdn.chunk_stages(self.inputs, self.tables)
-        self.out = gdn.outputs(self.inputs, stages, self.no_states, self.tables)
+        self.out = gdn.outputs(self.inputs, stages, lambda: self.no_states, self.tables)
 
     def backward(self) -> None:
         stages = gdn.chunk_stages(self.inputs, self.tables)
         back = gdn.backward_stages(self.inputs, stages, self.dout, self.tables)
-        self.grads = gdn.input_gradients(self.inputs, stages, back, self.no_states, self.no_states, self.tables)
+        self.grads = gdn.input_gradients(self.inputs, stages, back, self.no_states, lambda: self.no_states, self.tables)
 
     def values(self) -> torch.Tensor:
         return self.out

@@ -166,8 +166,10 @@ class Problem:
         stages = api.chunk_stages(inputs, tables)
         back = api.backward_stages(inputs, stages, dout, tables)
         none = inputs.zero_state().new_empty((0, *inputs.zero_state().shape))
-        o = api.outputs(inputs, stages, none, tables)
-        return dict(zip(NAMES, (o, *api.input_gradients(inputs, stages, back, none, none, tables)), strict=True))
+        o = api.outputs(inputs, stages, lambda: none, tables)
+        return dict(
+            zip(NAMES, (o, *api.input_gradients(inputs, stages, back, none, lambda: none, tables)), strict=True)
+        )
 
 
 def _offered(forest: Forest) -> np.ndarray:

@@ -14,6 +14,7 @@ import torch
 from cp_engine.kernels import conv
 from cp_engine.kernels.gdn import api as gdn
 from cp_engine.sharding.exchange.heads import HeadTables, head_tables, heads_to_rows, rows_to_heads
+from cp_engine.sharding.exchange.in_flight import InFlight
 from cp_engine.sharding.exchange.rows import (
     RowTables,
     accumulation_dtype,
@@ -91,7 +92,7 @@ class GdnTables:
 
     def make_for_triton(self) -> None:
         """Make its tables now and not inside the first layer: copies to a device wait."""
-        _ = self.chains, self.conv.short_taps, self.conv.readers
+        _ = self.chains, self.conv.short_taps, self.conv.late, self.conv.readers
 
     def of_backend(self, backend: str) -> gdn.ChunkTables | gdn.ChainTables:
         return self.chains if backend == "triton" else self.chunks
@@ -158,8 +159,7 @@ def tree_gated_delta_rule(
     if tables.order is None:
         return _TreeMixer.apply(mixed_qkv, conv_weight, g, beta, tables, group, heads, backend)
     order = tables.order
-    share, columns, gate_columns = _head_shares(heads, order.world)
-    columns, gate_columns = columns.to(mixed_qkv.device), gate_columns.to(mixed_qkv.device)
+    share, columns, gate_columns = _head_shares(heads, order.world, mixed_qkv.device)
     acc = accumulation_dtype(mixed_qkv.dtype)
     mixed = rows_to_heads(mixed_qkv, columns, order, group)
     gates = rows_to_heads(torch.cat([g.to(acc), beta.to(acc)], dim=1), gate_columns, order, group)
@@ -191,30 +191,33 @@ class _TreeMixer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, g, beta, tables: GdnTables, group, heads: GdnHeads, backend: str) -> torch.Tensor:
-        fetched = fetch_rows_raw(x, tables.history, group)
-        inputs = _inputs(x, fetched, weight, g, beta, tables, heads, backend)
+        history = InFlight(lambda: fetch_rows_raw(x, tables.history, group), x)
+        inputs = _inputs(x, history.wait, weight, g, beta, tables, heads, backend)
         local = tables.of_backend(backend)
         stages = gdn.chunk_stages(inputs, local)
         summary = gdn.exit_summary(inputs, stages, local)
-        entry_states, transition = fold_entry_states(*summary, tables.fold, group)
-        ctx.save_for_backward(x, weight, g, beta, fetched, entry_states, transition)
+        states = InFlight(lambda: fold_entry_states(*summary, tables.fold, group), *summary)
+        o = gdn.outputs(inputs, stages, lambda: states.wait()[0], local).to(x.dtype)
+        entry_states, transition = states.wait()
+        ctx.save_for_backward(x, weight, g, beta, history.wait(), entry_states, transition)
         ctx.tables, ctx.group, ctx.heads, ctx.backend = tables, group, heads, backend
-        return gdn.outputs(inputs, stages, entry_states, local).to(x.dtype)
+        return o
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor):
         x, weight, g, beta, fetched, entry_states, transition = ctx.saved_tensors
         tables, group, backend = ctx.tables, ctx.group, ctx.backend
         channels, local = ctx.heads.of_channels, tables.of_backend(backend)
-        inputs = _inputs(x, fetched, weight, g, beta, tables, ctx.heads, backend)
+        inputs = _inputs(x, lambda: fetched, weight, g, beta, tables, ctx.heads, backend)
         stages = gdn.chunk_stages(inputs, local)
         back = gdn.backward_stages(inputs, stages, dout.to(inputs.v.dtype), local)
         dentry = gdn.entry_cotangents(inputs, stages, back, local)
-        dexit = fold_exit_cotangents(dentry, transition, tables.fold, group)
-        *dqkv, dg, dbeta = gdn.input_gradients(inputs, stages, back, entry_states, dexit, local)
+        dexit = InFlight(lambda: fold_exit_cotangents(dentry, transition, tables.fold, group), dentry, transition)
+        *dqkv, dg, dbeta = gdn.input_gradients(inputs, stages, back, entry_states, dexit.wait, local)
+        dexit.wait()
         part = conv.qkv_backward(x, fetched, weight, tuple(dqkv), tables.conv, channels, backend)
-        home = send_rows_home(part.fetched, tables.history, group)
-        dx = conv.rows_backward(part, home, x, weight, tables.conv, backend)
+        home = InFlight(lambda: send_rows_home(part.fetched, tables.history, group), part.fetched)
+        dx = conv.rows_backward(part, home.wait, x, weight, tables.conv, backend)
         return dx, part.weight, dg.to(g.dtype), dbeta.to(beta.dtype), None, None, None, None
 
 
@@ -226,7 +229,7 @@ def _inputs(x, fetched, weight, g, beta, tables: GdnTables, heads: GdnHeads, bac
 
 
 @lru_cache(maxsize=64)
-def _head_shares(heads: GdnHeads, world: int) -> tuple[GdnHeads, torch.Tensor, torch.Tensor]:
+def _head_shares(heads: GdnHeads, world: int, device: torch.device) -> tuple[GdnHeads, torch.Tensor, torch.Tensor]:
     """Heads of one rank, the channels [P, c] of mixed_qkv and the columns [P, 2 HV / P] of (g | beta) of each rank.
 
     Key heads fewer than ranks are repeated interleaved, so that a rank's value heads find their own key head.
@@ -246,4 +249,4 @@ def _head_shares(heads: GdnHeads, world: int) -> tuple[GdnHeads, torch.Tensor, t
         columns.append(torch.cat([key, heads.splits[0] + key, 2 * heads.splits[0] + value]))
         gate = torch.arange(share.value_heads) + rank * share.value_heads
         gates.append(torch.cat([gate, values + gate]))
-    return share, torch.stack(columns), torch.stack(gates)
+    return share, torch.stack(columns).to(device), torch.stack(gates).to(device)

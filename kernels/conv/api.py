@@ -10,6 +10,7 @@ H value heads of sizes K and V, C = 2 Hk K + H V in the order [q | k | v].
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -30,11 +31,20 @@ class RowGradients(NamedTuple):
 
 
 def qkv(
-    x: torch.Tensor, fetched: torch.Tensor, weight: torch.Tensor, tables: ConvTables, channels: Channels, backend: str
+    x: torch.Tensor,
+    fetched: Callable[[], torch.Tensor],
+    weight: torch.Tensor,
+    tables: ConvTables,
+    channels: Channels,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalised q and k [n, Hk, K] and v [n, H, V] of projections x [n, C] and fetched ones [m, C]; weight [C, W].
+    """Normalised q and k [n, Hk, K] and v [n, H, V] of projections x [n, C].
 
     ``reference`` returns the accumulation dtype, ``triton`` that of x. Rows outside fragments are zero.
+
+    Args:
+        fetched: gives the rows of other ranks [m, C]; called late.
+        weight: [C, W].
 
     Raises:
         ValueError: if ``weight`` has another number of taps than the plan or of channels than x.
@@ -57,11 +67,17 @@ def qkv_backward(
 
 
 def rows_backward(
-    gradients: RowGradients, home: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tables: ConvTables, backend: str
+    gradients: RowGradients,
+    home: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tables: ConvTables,
+    backend: str,
 ) -> torch.Tensor:
-    """Gradient of x [n, C], in its dtype. ``home`` [M, C], accumulation dtype, came back for the rows that were sent.
+    """Gradient of x [n, C], in its dtype. Every row's contributions add up in a fixed order in the accumulation dtype.
 
-    Every row's contributions add up in a fixed order in the accumulation dtype.
+    Args:
+        home: gives what came back for the rows that were sent [M, C], accumulation dtype; called late.
     """
     return _backend(backend).rows_backward(gradients.rows, home, x, weight, tables)
 

@@ -65,7 +65,7 @@ def _convolved(x, fetched, weight, tables: ConvTables) -> tuple[torch.Tensor, to
 
 def qkv(x, fetched, weight, tables: ConvTables, channels: Channels):
     """See `cp_engine.kernels.conv.api.qkv`."""
-    return _split(_convolved(x, fetched, weight, tables)[1], channels)
+    return _split(_convolved(x, fetched(), weight, tables)[1], channels)
 
 
 def qkv_backward(x, fetched, weight, grads, tables: ConvTables, channels: Channels):
@@ -80,4 +80,4 @@ def qkv_backward(x, fetched, weight, grads, tables: ConvTables, channels: Channe
 
 def rows_backward(rows, home, x, weight, tables: ConvTables) -> torch.Tensor:
     """See `cp_engine.kernels.conv.api.rows_backward`."""
-    return rows.index_add(0, tables.sent, home).to(x.dtype)
+    return rows.index_add(0, tables.sent, home()).to(x.dtype)

@@ -76,6 +76,12 @@ class ConvTables:
         return torch.as_tensor(self.tap_rows.astype(np.int32), device=self.device)
 
     @cached_property
+    def late(self) -> torch.Tensor:
+        """int32 local rows that read fetched ones."""
+        reads_fetched = (self.tap_rows >= self.rows) & (self.tap_rows < self.rows + self.fetched)
+        return torch.as_tensor(np.flatnonzero(reads_fetched.any(1)).astype(np.int32), device=self.device)
+
+    @cached_property
     def sent(self) -> torch.Tensor:
         """int64 [M] rows sent to other ranks."""
         return torch.as_tensor(self.sent_rows, device=self.device)

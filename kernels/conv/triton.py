@@ -10,6 +10,8 @@ Shapes: n local rows, m fetched rows, M rows sent to other ranks, W taps, C chan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from cp_engine.kernels.attention.triton.compiler import tl, triton
@@ -53,20 +55,24 @@ def _convolved(
 
 @triton.jit(do_not_specialize=["rows", "used", "total"])
 def _qkv_kernel(
-    x, fetched, weight, taps, out, rows, used, total,
+    x, fetched, weight, taps, late, out, rows, used, total,
     FIRST: tl.constexpr, C: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr,
     FETCHED: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """A tile of all rows without fetched ones, or of the ``late`` rows, which read fetched ones."""
     head = tl.program_id(1)
     row, inner = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
-    live, inside = row < used, inner < D
+    live, written, inside = row < used, row < rows, inner < D
+    if FETCHED:
+        row = tl.cast(tl.load(late + row, mask=live, other=0), tl.int64)
+        written = live
     column = FIRST + head * D + inner
     y = _convolved(x, fetched, weight, taps, row, column, live, inside, rows, total, C, W, FETCHED, ROWS, DP)
     y = y / (1.0 + tl.exp(-y))
     if NORM:
         y = y / tl.sqrt(tl.sum(y * y, 1) + EPS)[:, None]
     at = out + row[:, None] * (H * D) + head * D + inner[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=(row < rows)[:, None] & inside[None, :])
+    tl.store(at, y.to(out.dtype.element_ty), mask=written[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "used", "total"])
@@ -156,20 +162,30 @@ def _parts(channels: Channels) -> tuple[tuple[int, int, int, bool], ...]:
 
 
 def qkv(
-    x: torch.Tensor, fetched: torch.Tensor, weight: torch.Tensor, tables: ConvTables, channels: Channels
+    x: torch.Tensor,
+    fetched: Callable[[], torch.Tensor],
+    weight: torch.Tensor,
+    tables: ConvTables,
+    channels: Channels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.conv.api.qkv`."""
-    x, fetched, weight = x.contiguous(), fetched.contiguous(), weight.contiguous()
-    outs = []
-    for first, heads, size, norm in _parts(channels):
-        out = x.new_empty((len(x), heads, size))
-        _qkv_kernel[(triton.cdiv(len(x), ROWS), heads)](
-            x, fetched, weight, tables.short_taps, out, len(x), tables.used, len(x) + len(fetched),
+    x, weight = x.contiguous(), weight.contiguous()
+    outs = tuple(x.new_empty((len(x), heads, size)) for _, heads, size, _ in _parts(channels))
+    _launch_qkv(x, x, weight, tables, channels, outs, tables.used, False)
+    if tables.fetched:
+        # The rows that read fetched ones, which are few, once more.
+        _launch_qkv(x, fetched().contiguous(), weight, tables, channels, outs, len(tables.late), True)
+    return outs
+
+
+def _launch_qkv(x, fetched, weight, tables: ConvTables, channels: Channels, outs, used: int, late: bool) -> None:
+    rows = used if late else len(x)
+    for out, (first, heads, size, norm) in zip(outs, _parts(channels), strict=True):
+        _qkv_kernel[(triton.cdiv(rows, ROWS), heads)](
+            x, fetched, weight, tables.short_taps, tables.late, out, len(x), used, len(x) + tables.fetched,
             FIRST=first, C=x.shape[1], H=heads, D=size, DP=triton.next_power_of_2(size), W=tables.width,
-            FETCHED=len(fetched) > 0, NORM=norm, EPS=NORM_EPS, ROWS=ROWS, num_warps=WARPS,
+            FETCHED=late, NORM=norm, EPS=NORM_EPS, ROWS=ROWS, num_warps=WARPS,
         )  # fmt: skip
-        outs.append(out)
-    return tuple(outs)
 
 
 def qkv_backward(
@@ -200,7 +216,7 @@ def qkv_backward(
 
 
 def rows_backward(
-    dy: torch.Tensor, home: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tables: ConvTables
+    dy: torch.Tensor, home: Callable[[], torch.Tensor], x: torch.Tensor, weight: torch.Tensor, tables: ConvTables
 ) -> torch.Tensor:
     """See `cp_engine.kernels.conv.api.rows_backward`."""
     dx, weight, count = torch.empty_like(dy), weight.contiguous(), x.shape[1]
@@ -209,7 +225,7 @@ def rows_backward(
         dy, weight, readers.following, dx, len(x), C=count, W=tables.width, ROWS=ROWS, CHANNELS=CHANNELS,
         num_warps=WARPS,
     )  # fmt: skip
-    _sum_listed(dy, weight, home.contiguous(), readers.row_ptr, readers.row_list, readers.rows, dx)
+    _sum_listed(dy, weight, home(), readers.row_ptr, readers.row_list, readers.rows, dx)
     return dx
 
 

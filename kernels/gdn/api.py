@@ -10,6 +10,7 @@ Two backends: `reference` on `ChunkTables` and `triton` on `ChainTables`; the ta
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -88,10 +89,17 @@ def exit_summary(inputs: Inputs, stages, tables: ChunkTables | ChainTables) -> t
     return backend.exit_summary(inputs, stages, tables)
 
 
-def outputs(inputs: Inputs, stages, entry_states: torch.Tensor, tables: ChunkTables | ChainTables) -> torch.Tensor:
-    """o [n, H, V] given the states [Y, H, K, V] at the entries; rows outside fragments are zero."""
-    backend = triton if isinstance(tables, ChainTables) else reference
-    return backend.outputs(inputs, stages, entry_states, tables)
+def outputs(
+    inputs: Inputs, stages, entry_states: Callable[[], torch.Tensor], tables: ChunkTables | ChainTables
+) -> torch.Tensor:
+    """o [n, H, V]; rows outside fragments are zero.
+
+    Args:
+        entry_states: gives the states [Y, H, K, V] at the entries; called as late as the backend can.
+    """
+    if isinstance(tables, ChainTables):
+        return triton.outputs(inputs, stages, entry_states, tables)
+    return reference.outputs(inputs, stages, entry_states(), tables)
 
 
 def backward_stages(
@@ -111,9 +119,19 @@ def entry_cotangents(inputs: Inputs, stages, backward, tables: ChunkTables | Cha
 
 
 def input_gradients(
-    inputs: Inputs, stages, backward, entry_states: torch.Tensor, dexit: torch.Tensor, tables: ChunkTables | ChainTables
+    inputs: Inputs,
+    stages,
+    backward,
+    entry_states: torch.Tensor,
+    dexit: Callable[[], torch.Tensor],
+    tables: ChunkTables | ChainTables,
 ) -> Inputs:
-    """Gradients of the inputs, given those of the exit states ``dexit`` [X, H, K, V]."""
+    """Gradients of the inputs.
+
+    Args:
+        entry_states: [Y, H, K, V].
+        dexit: gives the gradients of the exit states [X, H, K, V]; called as late as the backend can.
+    """
     if isinstance(tables, ChainTables):
         return triton.input_gradients(inputs, stages, *backward, entry_states, dexit, tables)
-    return reference.input_gradients(inputs, stages, backward, entry_states, dexit, tables)
+    return reference.input_gradients(inputs, stages, backward, entry_states, dexit(), tables)

@@ -59,9 +59,10 @@ class _RowsToHeads(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor):
         (columns,) = ctx.saved_tensors
         dx = _spread(dy, ctx.tables, ctx.group).to(accumulation_dtype(dy.dtype))
-        # Ranks that share a key head both return a gradient for it.
+        # Ranks that share a key head both return a gradient for it: one rank at a time, so that the order is fixed.
         total = dx.new_zeros((dx.shape[0], ctx.channels))
-        total.index_add_(1, columns.reshape(-1), dx.reshape(dx.shape[0], -1))
+        for own, part in zip(columns, dx.unbind(1), strict=True):
+            total[:, own] += part
         return total.to(dy.dtype), None, None, None
 
 

@@ -4,6 +4,9 @@ Summaries move by head: each rank receives all exits for its share of the heads,
 entries, and sends the entry states back. The volume does not depend on the number of ranks, and A stays with the owner
 of the head, so that backward moves only the cotangents of entries and exits.
 
+The fold itself is small and computes in float64: that is exact enough for any depth, and no global setting of float32
+products (tf32) reaches it. Children are added in rounds in which no parent occurs twice, so their order is fixed.
+
 Shapes: X, Y exits and entries of this rank, GX, GY of all ranks; XA, GXA exits below an entry; H heads, h heads of
 this rank's share; K, V head sizes.
 """
@@ -18,6 +21,9 @@ import torch
 from cp_engine.sharding.exchange.rows import all_to_all_rows
 from cp_engine.sharding.gdn_plan import StateFold
 
+# (targets, sources) of each round, int64: the k-th round holds the k-th source of every target that has so many.
+Rounds = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class FoldLevel:
@@ -26,6 +32,7 @@ class FoldLevel:
     exits: torch.Tensor  # int64 [E]
     parents: torch.Tensor  # int64 [E] the exit that feeds the entry above each exit
     transitions: torch.Tensor  # int64 [E] each exit's place among the exits that carry an A
+    sums: Rounds  # of the exits over their parents
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +44,7 @@ class FoldTables:
     entry_counts: list[int]
     through_counts: list[int]  # exits below an entry
     entry_exit: torch.Tensor  # int64 [GY]
+    entry_sums: Rounds  # of the entries over the exits that feed them
     levels: tuple[FoldLevel, ...]
 
     @property
@@ -61,15 +69,25 @@ def fold_tables(fold: StateFold, rank: int, device: torch.device | str = "cpu") 
         exits = np.flatnonzero(level == number)
         parents = fold.entry_exit[fold.exit_entry[exits]]
         tables = [torch.as_tensor(x, device=device) for x in (exits, parents, transition[exits])]
-        levels.append(FoldLevel(*tables))
+        levels.append(FoldLevel(*tables, _rounds(parents, device)))
     return FoldTables(
         rank=rank,
         exit_counts=fold.exit_counts.tolist(),
         entry_counts=fold.entry_counts.tolist(),
         through_counts=np.bincount(exit_rank[through], minlength=len(fold.exit_counts)).tolist(),
         entry_exit=torch.as_tensor(fold.entry_exit, device=device),
+        entry_sums=_rounds(fold.entry_exit, device),
         levels=tuple(levels),
     )
+
+
+def _rounds(target: np.ndarray, device) -> Rounds:
+    order = np.argsort(target, kind="stable")
+    new = np.append(True, np.diff(target[order]) != 0)[: len(order)]
+    index = np.arange(len(order))
+    turn = index - np.maximum.accumulate(np.where(new, index, 0))
+    parts = [order[turn == number] for number in range(int(turn.max(initial=-1)) + 1)]
+    return tuple(tuple(torch.as_tensor(x, device=device) for x in (target[part], part)) for part in parts)
 
 
 def fold_entry_states(
@@ -89,10 +107,11 @@ def fold_entry_states(
     if tables.empty:
         return offset, transition
     received = _to_head_owners([offset, transition], [tables.exit_counts, tables.through_counts], tables, group)
-    state, transition = received
+    state, transition = received[0].double(), received[1]
     for level in tables.levels:
-        state.index_add_(0, level.exits, transition[level.transitions] @ state[level.parents])
-    return _from_head_owners(state[tables.entry_exit], tables.entry_counts, offset.shape[1], tables, group), transition
+        state[level.exits] += transition[level.transitions].double() @ state[level.parents]
+    entering = state[tables.entry_exit].to(offset.dtype)
+    return _from_head_owners(entering, tables.entry_counts, offset.shape[1], tables, group), transition
 
 
 def fold_exit_cotangents(dentry: torch.Tensor, transition: torch.Tensor, tables: FoldTables, group) -> torch.Tensor:
@@ -105,11 +124,17 @@ def fold_exit_cotangents(dentry: torch.Tensor, transition: torch.Tensor, tables:
     if tables.empty:
         return dentry
     (cotangent,) = _to_head_owners([dentry], [tables.entry_counts], tables, group)
-    dstate = cotangent.new_zeros((sum(tables.exit_counts), *cotangent.shape[1:]))
-    dstate.index_add_(0, tables.entry_exit, cotangent)
+    dstate = cotangent.new_zeros((sum(tables.exit_counts), *cotangent.shape[1:]), dtype=torch.float64)
+    _add(dstate, cotangent, tables.entry_sums)
     for level in reversed(tables.levels):
-        dstate.index_add_(0, level.parents, transition[level.transitions].mT @ dstate[level.exits])
-    return _from_head_owners(dstate, tables.exit_counts, dentry.shape[1], tables, group)
+        above = transition[level.transitions].double().mT @ dstate[level.exits]
+        _add(dstate, above, level.sums)
+    return _from_head_owners(dstate.to(dentry.dtype), tables.exit_counts, dentry.shape[1], tables, group)
+
+
+def _add(total: torch.Tensor, x: torch.Tensor, rounds: Rounds) -> None:
+    for targets, sources in rounds:
+        total[targets] += x[sources]
 
 
 def _to_head_owners(

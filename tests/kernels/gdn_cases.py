@@ -67,21 +67,21 @@ class Case:
         tables, x, stages, back = self._true()
         entry_states, dexit = self.entry_states.double(), self.dexit.double()
         return [
-            api.outputs(x, stages, entry_states, tables),
+            api.outputs(x, stages, lambda: entry_states, tables),
             *api.exit_summary(x, stages, tables),
             api.entry_cotangents(x, stages, back, tables),
-            *api.input_gradients(x, stages, back, entry_states, dexit, tables),
+            *api.input_gradients(x, stages, back, entry_states, lambda: dexit, tables),
         ]
 
     def run(self, tables: gdn.ChainTables) -> list[torch.Tensor]:
         """The Triton backend, in the order of `NAMES`."""
         x = self.inputs
         stages = gdn.chunk_stages(x, tables)
-        o = gdn.outputs(x, stages, self.entry_states, tables)
+        o = gdn.outputs(x, stages, lambda: self.entry_states, tables)
         summary = gdn.exit_summary(x, stages, tables)
         back = gdn.backward_stages(x, stages, self.dout, tables)
         dentry = gdn.entry_cotangents(x, stages, self.dout, back, tables)
-        grads = gdn.input_gradients(x, stages, self.dout, back, self.entry_states, self.dexit, tables)
+        grads = gdn.input_gradients(x, stages, self.dout, back, self.entry_states, lambda: self.dexit, tables)
         return [o, *summary, dentry, *grads]
 
 

@@ -74,10 +74,10 @@ def run_kernel(inputs, entry_states, dout, dexit, tables):
     """Outputs, exit states rebuilt from their affine maps, gradients of the inputs, and entry cotangents."""
     stages = gdn.chunk_stages(inputs, tables)
     exits, transition = gdn.exit_summary(inputs, stages, tables)
-    out = gdn.outputs(inputs, stages, entry_states, tables)
+    out = gdn.outputs(inputs, stages, lambda: entry_states, tables)
     back = gdn.backward_stages(inputs, stages, dout, tables)
     dentry = gdn.entry_cotangents(inputs, stages, back, tables)
-    grads = gdn.input_gradients(inputs, stages, back, entry_states, dexit, tables)
+    grads = gdn.input_gradients(inputs, stages, back, entry_states, lambda: dexit, tables)
     return out, exits, transition, grads, dentry
 
 
@@ -163,7 +163,7 @@ def test_scalar_closed_form():
     v = torch.tensor([4.0, 0, 2, 6], dtype=torch.float64).view(4, 1, 1)
     inputs = gdn.Inputs(one, one, v, 0 * one[..., 0], 0.5 * one[..., 0])
     stages = gdn.chunk_stages(inputs, tables)
-    out = gdn.outputs(inputs, stages, v.new_zeros(0, 1, 1, 1), tables)
+    out = gdn.outputs(inputs, stages, lambda: v.new_zeros(0, 1, 1, 1), tables)
     exits, transition = gdn.exit_summary(inputs, stages, tables)
     assert out.flatten().tolist() == [2, 1, 1.5, 3.5]
     assert exits.flatten().tolist() == [1.5, 3.5] and len(transition) == 0

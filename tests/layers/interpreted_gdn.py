@@ -91,9 +91,9 @@ def run_conv(backend: str, dtype, case):
     tables, channels, *tensors, grads = case
     x, fetched, weight, home = (t.to(dtype) for t in tensors)
     with poisoned_memory():
-        out = qkv(x, fetched, weight, tables, channels, backend)
+        out = qkv(x, lambda: fetched, weight, tables, channels, backend)
         part = qkv_backward(x, fetched, weight, tuple(g.to(dtype) for g in grads), tables, channels, backend)
-        dx = rows_backward(part, home, x, weight, tables, backend)
+        dx = rows_backward(part, lambda: home, x, weight, tables, backend)
     return [*out, part.fetched, part.weight, dx]
 
 

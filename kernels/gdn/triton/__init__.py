@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -106,8 +107,14 @@ def exit_summary(inputs: Inputs, stages: Stages, tables: ChainTables) -> tuple[t
     return maps[tables.exit_slot][..., :value_dim], maps[tables.through_slot][..., value_dim:]
 
 
-def outputs(inputs: Inputs, stages: Stages, entry_states: torch.Tensor, tables: ChainTables) -> torch.Tensor:
-    """o [n, H, V] given the float32 states [Y, H, K, V] at the entries; rows outside fragments are zero."""
+def outputs(
+    inputs: Inputs, stages: Stages, entry_states: Callable[[], torch.Tensor], tables: ChainTables
+) -> torch.Tensor:
+    """o [n, H, V]; rows outside fragments are zero.
+
+    Args:
+        entry_states: gives the float32 states [Y, H, K, V] at the entries; called after the trees that need none.
+    """
     from cp_engine.kernels.gdn.triton.forward_pass import run_states
     from cp_engine.kernels.gdn.triton.output import run_output
 
@@ -116,7 +123,8 @@ def outputs(inputs: Inputs, stages: Stages, entry_states: torch.Tensor, tables: 
     q, k = _inside(inputs.q, tables), _inside(inputs.k, tables)
     new_v, out = torch.empty_like(stages.u), torch.empty_like(stages.u)
     for wave in tables.waves:
-        states = run_states(k, stages.w, stages.u, stages.decay, entry_states, new_v, wave, tables.chunk_size)
+        entering = entry_states() if wave.below else None
+        states = run_states(k, stages.w, stages.u, stages.decay, entering, new_v, wave, tables.chunk_size)
         run_output(q, k, new_v, stages.decay, states, out, wave, tables.chunk_size)
     return _whole(out, tables)
 
@@ -148,11 +156,15 @@ def input_gradients(
     dout: torch.Tensor,
     dv_local: torch.Tensor,
     entry_states: torch.Tensor,
-    dexit: torch.Tensor,
+    dexit: Callable[[], torch.Tensor],
     tables: ChainTables,
 ) -> Inputs:
-    """Gradients of the inputs, given those of the exit states ``dexit`` float32 [X, H, K, V]; each in the dtype of
-    its input."""
+    """Gradients of the inputs, each in the dtype of its input.
+
+    Args:
+        entry_states: float32 [Y, H, K, V].
+        dexit: gives the gradients of the exit states, float32 [X, H, K, V]; called when nothing else is left to do.
+    """
     from cp_engine.kernels.gdn.triton.backward_pass import run_adjoint
     from cp_engine.kernels.gdn.triton.dqkwg import Gradients, dqkwg
     from cp_engine.kernels.gdn.triton.forward_pass import run_states
@@ -163,9 +175,10 @@ def input_gradients(
     dout, size, at = _inside(dout, tables), tables.chunk_size, _sequences(tables)
     decay, w = stages.decay, stages.w
     new_v, dnew_v, grads = torch.empty_like(stages.u), torch.empty_like(stages.u), Gradients.empty(k, v.shape[1])
-    for wave in tables.waves:
+    for wave in sorted(tables.waves, key=lambda wave: wave.exits):
         states = run_states(k, w, stages.u, decay, entry_states, new_v, wave, size)
-        dstates = run_adjoint(q, k, w, dout, decay, dv_local, dexit, dnew_v, wave, size)
+        leaving = dexit() if wave.exits else None
+        dstates = run_adjoint(q, k, w, dout, decay, dv_local, leaving, dnew_v, wave, size)
         dqkwg(q, k, new_v, decay, states, dout, dstates, dnew_v, wave, size, grads)
     dk, dv, dbeta, dtotal = fla_stages.solve_backward(k, v, decay, beta, stages.inverse, grads.dw, dnew_v, at)
     dg = fla_stages.decay_gradient(grads.dtotal.sum(0) + dtotal, at)

@@ -100,7 +100,7 @@ def run_adjoint(
     dout: torch.Tensor,
     decay: torch.Tensor,
     dv_local: torch.Tensor,
-    dexit: torch.Tensor,
+    dexit: torch.Tensor | None,
     dnew_v: torch.Tensor,
     walk: StatePass,
     chunk_size: int,
@@ -111,7 +111,7 @@ def run_adjoint(
         q: [n, Hk, K], not scaled.
         dout: [n, H, V].
         dv_local: [n, H, V] gradient of v' through outputs of the same chunk.
-        dexit: float32 [X, H, K, V] gradients of the exit states.
+        dexit: float32 [X, H, K, V] gradients of the exit states; None for a wave without exits.
         dnew_v: [n, H, V] takes the gradient of v'.
 
     Returns:

@@ -9,7 +9,8 @@ Float32 states live in slots: slot 0 is the zero state, slots 1..Y are the entri
 *rows* in the dtype of the inputs: rows 0..Y-1 are the entries, the others the states that leave a chunk. Siblings read
 their parent's row; the last chunk of a leaf has none.
 
-The pass over everything runs in *waves* of whole trees, so that rows and slots of all trees do not live at once.
+The pass over everything runs in *waves* of whole trees, so that rows and slots of all trees do not live at once. Trees
+below an entry, and trees above an exit, have waves of their own: the others need not wait for other ranks.
 
 Shapes: F fragments, N chunks, C chains of a pass, S slots, R rows, Y entries, X exits.
 """
@@ -43,6 +44,8 @@ class StatePass:
     levels: tuple[tuple[int, int], ...]  # chains [begin, end) of each launch, parents first
     slots: int
     rows: int
+    below: bool  # some chunk stands below an entry
+    exits: bool  # some chunk ends at an exit
     reader_ptr: torch.Tensor  # int32 [S + 1]
     reader: torch.Tensor  # int32 [C] chains that start from each slot
 
@@ -157,10 +160,13 @@ def _waves(of: _Fragments, chunks: np.ndarray) -> np.ndarray:
     inner[of.parent[of.parent >= 0]] = True
     inner |= chunks[of.last_chunk, 3] >= 0
     weight = np.bincount(top, of.last_chunk - of.first_chunk + 3 * inner, minlength=len(top)).astype(np.int64)
-    wave, filled, number = np.zeros(len(top), np.int64), 0, 0
-    for tree in np.flatnonzero(top == np.arange(len(top))).tolist():
-        if filled and filled + weight[tree] > WAVE:
-            filled, number = 0, number + 1
+    tops = np.flatnonzero(top == np.arange(len(top)))
+    kind = 2 * of.below[tops] + of.to_exit[tops]
+    wave, filled, number, open_kind = np.zeros(len(top), np.int64), 0, -1, -1
+    for place in np.argsort(kind, kind="stable").tolist():
+        tree = tops[place]
+        if kind[place] != open_kind or (filled and filled + weight[tree] > WAVE):
+            filled, number, open_kind = 0, number + 1, kind[place]
         filled += int(weight[tree])
         wave[tree] = number
     return wave[top]
@@ -200,7 +206,8 @@ def _state_pass(of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.
     reader = np.argsort(chains[:, 2], kind="stable")
     reader_ptr = np.searchsorted(chains[reader, 2], np.arange(slots + 1))
     levels = tuple(zip(bounds[:-1], bounds[1:], strict=True))
-    return StatePass(table, members, chains, levels, slots, rows, reader_ptr, reader)
+    below, exits = bool((of.below & kept).any()), bool((of.to_exit & kept).any())
+    return StatePass(table, members, chains, levels, slots, rows, below, exits, reader_ptr, reader)
 
 
 def _rows(of: _Fragments, table: np.ndarray, kept: np.ndarray, branches: np.ndarray, entries: int):

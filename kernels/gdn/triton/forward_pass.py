@@ -74,7 +74,7 @@ def run_states(
     w: torch.Tensor,
     u: torch.Tensor,
     decay: torch.Tensor,
-    entry_states: torch.Tensor,
+    entry_states: torch.Tensor | None,
     new_v: torch.Tensor,
     walk: StatePass,
     chunk_size: int,
@@ -86,19 +86,20 @@ def run_states(
         w: [n, H, K].
         u: [n, H, V].
         decay: float32 [n, H] cumulative log2 decay inside each chunk.
-        entry_states: float32 [Y, H, K, V].
+        entry_states: float32 [Y, H, K, V]; None for a wave that no entry reaches.
         new_v: [n, H, V] takes v'.
 
     Returns:
         States in rows [R, H, K, V], in the dtype of ``u``.
     """
     heads, value_dim = u.shape[1:]
-    entries = len(entry_states)
-    states = entry_states.new_empty((walk.slots, *entry_states.shape[1:]))
+    shape = (heads, k.shape[2], value_dim)
+    states = torch.empty((walk.slots, *shape), dtype=torch.float32, device=u.device)
+    rows = u.new_empty((walk.rows, *shape))
     states[0] = 0
-    states[1 : 1 + entries] = entry_states
-    rows = u.new_empty((walk.rows, heads, k.shape[2], value_dim))
-    rows[:entries] = entry_states
+    if entry_states is not None:
+        states[1 : 1 + len(entry_states)] = entry_states
+        rows[: len(entry_states)] = entry_states
     _launch(k, w, u, decay, states, rows, new_v, walk, chunk_size)
     return rows
 
