@@ -1,6 +1,6 @@
 """Which exchange softmax attention should use for a layout, by predicted time among those that can run.
 
-Two-dimensional `ulysses x gather` is not among them: no engine executes it.
+`ulysses_gather` is not among them: nothing predicts its time yet.
 
 Shapes: P ranks.
 """

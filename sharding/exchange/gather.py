@@ -209,12 +209,14 @@ def gather_backward(
             dq[:, group.query], *part_kv = kernel_backward(
                 part_q, keys, values, part_out, part_lse, part_dout, tables.intervals
             )
-            for place, (total, part) in enumerate(zip((dk, dv), part_kv, strict=True)):
+            for place, part in enumerate(part_kv):
                 take_rows(part, tables.remote_keys, packed[:, place])
-                take_rows(part, tables.local_keys, total[: len(tables.local_keys), group.kv])
         returning.append(home.start(index))
-        if fetches and index:
-            add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
+        if fetches:
+            for total, part in zip((dk, dv), part_kv, strict=True):
+                take_rows(part, tables.local_keys, total[: len(tables.local_keys), group.kv])
+            if index:
+                add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
     if fetches:
         add_home(dk, dv, tables, groups[-1], returning[-1])
         return dq, dk, dv

@@ -33,7 +33,7 @@ def test_peer_reads_equal_dense_attention(world):
     cases = [
         Case(exchange, seed, heads, layout, groups=groups, transport="peer")
         for exchange in EXCHANGES
-        for heads in ((8, 2), (12, 12))
+        for heads in (((8, 2), (12, 12)) if exchange == "ulysses" else ((8, 2),))
         for groups in ((1, heads[1]) if exchange == "gather" else (None,))
         for layout in ("random", "one")
         for seed in (0, 4)
@@ -171,6 +171,34 @@ def test_the_choice_is_made_and_logged_once():
     assert name == other == "collective" and silent == []
     assert lines == ["attention exchanges use transport collective: peer needs GPUs; the tensors are on cpu"]
     assert refused == "transport peer needs GPUs; the tensors are on cpu. Use transport collective or auto"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "apart", "reason"),
+    [
+        ([("a", 0, None), ("a", 1, None)], (), None),
+        ([("a", 0, None), ("b", 1, None)], (), "needs all ranks on one host; they are on 2: a, b"),
+        ([("a", 0, None), ("a", 1, "needs luck")], (), "needs luck"),
+        (
+            [("a", 0, None), ("a", 0, None)],
+            (),
+            "needs a visible GPU of its own for each rank; the ranks use the devices",
+        ),
+        ([("a", 0, None), ("a", 1, None)], (1, 0), "needs GPUs that read each other's memory; devices (1, 0) do not"),
+        ([("a", 0, None)], (), "needs more than one rank"),
+    ],
+)
+def test_what_peer_reads_need(ranks, apart, reason):
+    def gather(found, mine, group):
+        found[:] = ranks
+
+    with (
+        mock.patch.object(dist, "get_world_size", lambda group: len(ranks)),
+        mock.patch.object(dist, "all_gather_object", gather),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != apart),
+    ):
+        got = transport._why_not_peer(None, torch.device("cuda", 0))
+    assert got is None if reason is None else got.startswith(reason)
 
 
 def rank_unknown() -> str:
