@@ -153,10 +153,10 @@ def compile_layer(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> No
     assert (tables.entries, len(tables.exit_slot), len(tables.through_slot)) == (1, 1, 1)
     stages = api.chunk_stages(inputs, tables)
     api.exit_summary(inputs, stages, tables)
-    api.outputs(inputs, stages, state, tables)
+    api.outputs(inputs, stages, lambda: state, tables)
     back = api.backward_stages(inputs, stages, dout, tables)
     api.entry_cotangents(inputs, stages, back, tables)
-    api.input_gradients(inputs, stages, back, state, state, tables)
+    api.input_gradients(inputs, stages, back, state, lambda: state, tables)
 
 
 if __name__ == "__main__":
