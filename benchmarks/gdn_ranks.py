@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -204,7 +205,7 @@ def measure_layer(layer: Layer, truth: dict[str, torch.Tensor]) -> dict:
         "fwd_ms": round(times.forward, 3),
         "bwd_ms": round(times.layer - times.forward, 3),
         "right": right,
-        "max_err": float(f"{max(found.values()):.3g}"),
+        "max_err": float(f"{np.max(list(found.values())):.3g}"),
         "errors": {name: float(f"{error:.3g}") for name, error in found.items()},
         "peak_gib": round(float(peak), 2),
         "stages": {

@@ -1,7 +1,7 @@
 """Time of each stage of our gated delta rule, and the least time that its memory traffic takes.
 
 The stages are timed inside a whole forward or backward, so what runs is what the layer runs. A stage's traffic is every
-distinct tensor that goes into or comes out of it, once.
+distinct tensor that goes into or comes out of it, once, also where it runs in several waves.
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ def tensors_in(value) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def traffic_bytes(*values) -> int:
-    """Bytes of the distinct tensors in arguments and results."""
-    found = {(x.data_ptr(), x.numel()): x.numel() * x.element_size() for x in tensors_in(values)}
-    return sum(found.values())
+def places_of(*values) -> dict[tuple, int]:
+    """Bytes of the distinct tensors in arguments and results, by where they lie."""
+    return {(x.data_ptr(), x.shape): x.numel() * x.element_size() for x in tensors_in(values)}
 
 
 class _Watch:
-    """Milliseconds and bytes of every stage call."""
+    """Milliseconds and traffic of every stage call."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.open: list[tuple[str, Callable[[], float]]] = []
-        self.bytes: dict[str, int] = defaultdict(int)
+        self.places: dict[str, dict[tuple, int]] = defaultdict(dict)
 
     def around(self, name: str, stage: Callable) -> Callable:
         def call(*args, **kwargs):
@@ -71,18 +70,19 @@ class _Watch:
                 result = stage(*args, **kwargs)
                 end.record()
                 self.open.append((name, lambda: start.elapsed_time(end)))
-            self.bytes[name] += traffic_bytes(args, tuple(kwargs.values()), result)
+            self.places[name] |= places_of(args, tuple(kwargs.values()), result)
             return result
 
         return call
 
-    def taken(self) -> dict[str, float]:
-        """Sums since the last call, of a device that has finished."""
+    def taken(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Milliseconds and bytes since the last call, of a device that has finished."""
         sums: dict[str, float] = defaultdict(float)
         for name, ms in self.open:
             sums[name] += ms()
-        self.open = []
-        return sums
+        counts = {name: sum(places.values()) for name, places in self.places.items()}
+        self.open, self.places = [], defaultdict(dict)
+        return sums, counts
 
 
 @contextmanager
@@ -105,9 +105,9 @@ def stage_table(call: Callable[[], object], device: torch.device, stages=STAGES)
     with _watched(watch, stages):
         for _ in range(REPEATS):
             (total,) = laps_ms([call], device)
-            sums = watch.taken()
+            sums, counts = watch.taken()
             for name, ms in sums.items():
                 every[name].append(ms)
             every[REST].append(max(0.0, total - sum(sums.values())))
-    bound = {name: count / REPEATS / BYTES_A_MS for name, count in watch.bytes.items()}
+    bound = {name: count / BYTES_A_MS for name, count in counts.items()}
     return {name: [round(statistics.median(ms), 3), round(bound.get(name, 0.0), 3)] for name, ms in every.items()}

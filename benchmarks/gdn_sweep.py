@@ -9,17 +9,22 @@ from benchmarks.gdn_tuning import SWEEP, set_sizes, sizes_of
 from benchmarks.gdn_workloads import Problem
 
 # Kernel, the launch options that it reads, and the direction in which it is timed.
-KERNELS = (("states", "states", "fwd"), ("adjoint", "states", "bwd"), ("dqkwg", "dqkwg", "bwd"))
+KERNELS = (
+    ("states", "states", "fwd"),
+    ("adjoint", "states", "bwd"),
+    ("output", "output", "fwd"),
+    ("dqkwg", "dqkwg", "bwd"),
+)
 
 
-def sweep(workload: str, problem: Problem, options=SWEEP) -> list[dict]:
+def sweep(workload: str, problem: Problem, options: dict[str, list[tuple[int, int, int]]] = SWEEP) -> list[dict]:
     """A record for each kernel and option that fits; prints them, the fastest right one first."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
     floor, device, records = floor_of(problem), problem.dout.device, []
-    for family in ("states", "dqkwg"):
+    for family, of_family in options.items():
         kept = sizes_of(family)
-        for option in options:
+        for option in of_family:
             set_sizes(family, *option)
             try:
                 found = check(METHODS["tree"], problem, floor)
@@ -32,8 +37,8 @@ def sweep(workload: str, problem: Problem, options=SWEEP) -> list[dict]:
                 continue
             finally:
                 set_sizes(family, *kept)
-            for kernel, of_family, direction in KERNELS:
-                if of_family == family:
+            for kernel, its_family, direction in KERNELS:
+                if its_family == family:
                     records.append(_record(workload, kernel, option, stages[direction][kernel][0], found))
     for kernel, _, _ in KERNELS:
         mine = [r for r in records if r["kernel"] == kernel]

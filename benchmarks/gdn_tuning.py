@@ -27,7 +27,14 @@ from cp_engine.sharding.layout import contiguous_layout
 
 AUTOTUNE = "all options, 5 + 20 ms each"  # as it stands in the records
 SHARES = 9  # most options of one of fla's kernels
-SWEEP = [(columns, warps, stages) for columns in (32, 64) for warps in (4, 8) for stages in (1, 2, 3)]
+OPTIONS = [(warps, stages) for warps in (4, 8) for stages in (1, 2, 3)]
+# Columns, warps and stages of our kernels: both directions of the state pass, the output, dqkwg.
+SWEEP = {
+    "states": [(columns, *option) for columns in (32, 64) for option in OPTIONS],
+    "output": [(columns, *option) for columns in (64, 128) for option in OPTIONS],
+    "dqkwg": [(columns, *option) for columns in (32, 64) for option in OPTIONS],
+}
+SWEEP_SHARES = len(SWEEP["states"])
 # Tokens of the segments of a tree on which all kernels run: three levels, so that the middle one has a state before
 # and after it.
 TRUNK, BRANCHES, TWIGS = 130, (80, 10), (64, 20)
@@ -64,11 +71,14 @@ def keep_option(share: int) -> None:
 
 
 def set_sizes(kernel: str, columns: int, warps: int, stages: int) -> None:
-    """Launch options of our kernels: ``states`` (both directions of the state pass) or ``dqkwg``."""
-    from cp_engine.kernels.gdn.triton import dqkwg, primitives
+    """Launch options of one of `SWEEP`."""
+    from cp_engine.kernels.gdn.triton import dqkwg, output, primitives
 
+    sizes = primitives.Sizes(columns, warps, stages)
     if kernel == "states":
-        primitives.STATE = primitives.Sizes(columns, warps, stages)
+        primitives.STATE = sizes
+    elif kernel == "output":
+        output.OUTPUT = sizes
     else:
         dqkwg.BLOCK_KEYS = dqkwg.BLOCK_VALUES = columns
         dqkwg.WARPS, dqkwg.STAGES = warps, stages
@@ -76,15 +86,16 @@ def set_sizes(kernel: str, columns: int, warps: int, stages: int) -> None:
 
 def sizes_of(kernel: str) -> tuple[int, int, int]:
     """Columns, warps and stages as `set_sizes` takes them."""
-    from cp_engine.kernels.gdn.triton import dqkwg, primitives
+    from cp_engine.kernels.gdn.triton import dqkwg, output, primitives
 
-    if kernel == "states":
-        return primitives.STATE.columns, primitives.STATE.warps, primitives.STATE.stages
+    if kernel != "dqkwg":
+        sizes = primitives.STATE if kernel == "states" else output.OUTPUT
+        return sizes.columns, sizes.warps, sizes.stages
     assert dqkwg.BLOCK_KEYS == dqkwg.BLOCK_VALUES
     return dqkwg.BLOCK_KEYS, dqkwg.WARPS, dqkwg.STAGES
 
 
-KINDS = {"kernels": SHARES, "sweep": len(SWEEP), "layer": 2 * SHARES}  # shares of each kind of work
+KINDS = {"kernels": SHARES, "sweep": SWEEP_SHARES, "layer": 2 * SHARES}  # shares of each kind of work
 
 
 def compile_in_parallel(*kinds: str) -> None:
@@ -125,8 +136,8 @@ def compile_sweep(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> No
     from benchmarks.gdn_rivals import Ours
 
     keep_option(0)
-    for kernel in ("states", "dqkwg"):
-        set_sizes(kernel, *SWEEP[share])
+    for kernel, options in SWEEP.items():
+        set_sizes(kernel, *options[share])
     forest = small_tree()
     run = Ours(forest, *draw(forest.tokens, heads, device, dtype))
     run.forward()

@@ -99,10 +99,31 @@ FORK = [(-1, 20), (0, 5), (0, 3)]
 
 def test_a_wrong_tree_gets_no_speed_up(monkeypatch):
     with_tables(monkeypatch, forgotten_entry_states)
-    records = gdn.run_workload("toy", ["tree", "flat"], forest_of_segments(FORK), small)
+    problem = small(forest_of_segments(FORK))
+    found = gdn_check.check(gdn_rivals.METHODS["tree"], problem, NO_FLOOR)
+    assert not found["right"] and found["errors"]["o"][1] > 0.1
+    timed = {"fwd_ms": 1.0, "bwd_ms": 3.0, "tokens": 28}
+    records = [{"method": "tree", **timed, **found}, {"method": "flat", **timed, **found, "right": True}]
     gdn.compare(records, records[1])
-    assert records[1]["right"] and not records[0]["right"]
+    assert records[0]["vs_flat"] is None and records[0]["vs_many"] is None and records[1]["vs_flat"] == 1.0
+    # Nor does it get one from wrong rollouts alone.
+    records[0]["right"], records[1]["right"] = True, False
+    gdn.compare(records, records[1])
     assert records[0]["vs_flat"] is None and records[0]["vs_many"] is None
+
+
+def test_what_is_not_finite_is_wrong(monkeypatch):
+    problem = small(forest_of_segments(FORK), 48)
+    gradients = gdn_rivals.Ours.gradients
+    row = int((problem.sample_row < 0).nonzero()[0])
+
+    def broken(self):
+        found = gradients(self)
+        found[1][row] = float("nan")
+        return found
+
+    monkeypatch.setattr(gdn_rivals.Ours, "gradients", broken)
+    assert not gdn_check.check(gdn_rivals.METHODS["tree"], problem, NO_FLOOR)["right"]
 
 
 def test_a_missing_branch_sum_is_seen(monkeypatch):
@@ -142,9 +163,9 @@ def test_gradients_outside_the_sample_are_seen(monkeypatch):
 
 def test_sweep_checks_every_option_and_restores_ours():
     problem = small(forest_of_segments(FORK))
-    before = [gdn_tuning.sizes_of(kernel) for kernel in ("states", "dqkwg")]
-    records = gdn_sweep.sweep("toy", problem, [(16, 4, 1)])
-    assert [gdn_tuning.sizes_of(kernel) for kernel in ("states", "dqkwg")] == before
+    before = [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP]
+    records = gdn_sweep.sweep("toy", problem, {"states": [(16, 4, 1)], "dqkwg": [(32, 4, 1)]})
+    assert [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP] == before
     assert len(records) == 3 and all(record["right"] and record["ms"] > 0 for record in records)
     assert len({record["method"] for record in records}) == 3
 
@@ -174,8 +195,9 @@ def test_the_refusal_of_fla_is_lifted_for_the_time_of_a_measurement(monkeypatch)
 
 def test_where_fla_refuses_only_values_are_compared(monkeypatch, plain_rule):
     monkeypatch.setattr(gdn_check, "fla_refuses", lambda: True)
-    records = gdn.run_workload("toy", ["fla_levels", "flat"], forest_of_segments(FORK), small)
-    gdn.compare(records, records[1])
+    records = gdn.run_workload("toy", ["fla_levels"], forest_of_segments(FORK), small)
+    flat = {"method": "flat", "fwd_ms": 1.0, "bwd_ms": 3.0, "tokens": 68, "right": True, "timing_only": False}
+    gdn.compare([*records, flat], flat)
     assert records[0]["timing_only"] and set(records[0]["errors"]) == {"o"}
     assert records[0]["right"] and records[0]["vs_flat"] is None and records[0]["vs_many"] is not None
 
