@@ -88,11 +88,18 @@ def strict_json(figures: dict[str, Any]) -> str:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, flushed at once so that a run can be watched."""
+    """`metrics.jsonl`: one JSON object a line, flushed at once so that a run can be watched.
 
-    def __init__(self, path: Path):
+    Args:
+        steps_done: steps of an earlier run that goes on; their lines stay, later ones will be written again.
+    """
+
+    def __init__(self, path: Path, steps_done: int = 0):
         path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if steps_done and path.is_file() else []
         self.path, self.file = path, path.open("w")
+        for line in lines[:steps_done]:
+            self.file.write(line + "\n")
 
     def write(self, metrics: dict[str, Any]) -> None:
         self.file.write(strict_json(metrics) + "\n")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    from cp_engine.checkpoint import Checkpoints
     from cp_engine.distributed.ranks import join_ranks
     from cp_engine.engine import Engine
     from cp_engine.models.load import check_save_place
@@ -90,20 +92,28 @@ def run(args: argparse.Namespace) -> int:
         limit_per_group=config.data.limit_per_group,
     )
     console = Console(stderr=True)
-    writer = None
+    checkpoints = None if config.checkpoint is None else Checkpoints(out / "checkpoints", config.checkpoint.keep)
+    if checkpoints is not None and config.checkpoint.resume == "auto" and checkpoints.resume(engine) and ranks.is_first:
+        console.print(f"going on after step {engine.steps_done} of {config.steps}")
+    writer, metrics, begun = None, {}, engine.steps_done
     with Progress(console=console, disable=not ranks.is_first) as progress:
-        task = progress.add_task("training", total=config.steps)
-        for batch in steps_of_groups(rollouts, config):
-            metrics = engine.train_step(batch)
+        task = progress.add_task("training", total=config.steps, completed=begun)
+        for batch, upcoming in _with_next(islice(steps_of_groups(rollouts, config), begun, None)):
+            metrics = engine.train_step(batch, upcoming)
             if ranks.is_first:
                 # Only now, when a whole step was possible, is an earlier run in this folder overwritten.
-                writer = writer or _start_output(out, config)
+                writer = writer or _start_output(out, config, begun)
                 writer.write(metrics)
                 progress.console.print(_line(metrics))
+            if checkpoints is not None and engine.steps_done % config.checkpoint.every == 0:
+                checkpoints.save(engine)
             progress.advance(task)
     engine.save(out / "final")
+    if config.lora is not None:
+        engine.save(out / "adapter", adapter=True)
     if writer is not None:
         writer.close()
+    if ranks.is_first:
         console.print(f"weights: {out / 'final'}   metrics: {out / 'metrics.jsonl'}")
         if args.json:
             from cp_engine.metrics import strict_json
@@ -112,16 +122,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start_output(out: Path, config: Config) -> MetricsFile:
+def _with_next(steps: Iterable[list[Rollout]]) -> Iterator[tuple[list[Rollout], list[Rollout] | None]]:
+    """Each step's rollouts with those of the step after it, None after the last."""
+    steps = iter(steps)
+    present = next(steps, None)
+    while present is not None:
+        following = next(steps, None)
+        yield present, following
+        present = following
+
+
+def _start_output(out: Path, config: Config, steps_done: int) -> MetricsFile:
     from cp_engine.metrics import MetricsFile
 
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-    return MetricsFile(out / "metrics.jsonl")
+    return MetricsFile(out / "metrics.jsonl", steps_done)
 
 
 def _line(metrics: dict) -> str:
     return (
         f"step {metrics['step']}: loss {metrics['loss']:.4f}, grad norm {metrics['grad_norm']:.3f}, "
         f"{metrics['tree_tokens']:,} of {metrics['flat_tokens']:,} tokens computed, {metrics['seconds']:.2f} s"
+        + (", skipped: a gradient is not finite" if metrics["skipped"] else "")
     )

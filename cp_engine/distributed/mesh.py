@@ -48,15 +48,20 @@ def make_mesh(ranks: Ranks, dp: int, cp: int) -> Mesh:
     return Mesh(ranks, Ranks(ranks.rank % cp, cp, group, ranks.device), dp)
 
 
+def require_process_group(ranks: Ranks) -> None:
+    """Give a single rank that no launcher started the process group that sharding libraries ask for."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def shard_mesh(ranks: Ranks, within_node: bool) -> DeviceMesh:
     """The mesh over which parameters are sharded: all ranks, or (machines that replicate, ranks of a machine).
 
     Raises:
         ValueError: if machines run different numbers of ranks.
     """
-    if not dist.is_initialized():  # a single rank without a launcher
-        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    require_process_group(ranks)
     per_node = ranks.per_node or ranks.world
     if not within_node or per_node == ranks.world:
         return init_device_mesh(ranks.device.type, (ranks.world,))

@@ -16,6 +16,8 @@ from cp_engine.distributed.ranks import Ranks
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import DevicePack
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's states of the size of a parameter
+
 
 class DistributedModel(ABC):
     """A `TreeCausalLM` with its optimizer, spread over all ranks. Every method is called by every rank.
@@ -114,20 +116,13 @@ class TorchModel(DistributedModel):
             parameter.grad = None
 
     def save_state(self, folder):
-        dcp.save(dict(self._state()), checkpoint_id=folder, no_dist=self.ranks.group is None)
+        save_tensors(dict(self._state()), folder, self.ranks)
 
     def load_state(self, folder):
-        if self.optimizer_keys:
-            for parameter in self.updated.values():
-                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-        dcp.load(dict(self._state()), checkpoint_id=folder, no_dist=self.ranks.group is None)
+        for parameter in self.updated.values():
+            self.optimizer.state[parameter] |= empty_moments(self.optimizer, parameter)
+        load_tensors(dict(self._state()), folder, self.ranks)
         self.after_update()
-
-    @property
-    def optimizer_keys(self) -> bool:
-        """Whether the optimizer has states."""
-        return isinstance(self.optimizer, torch.optim.AdamW)
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of a checkpoint, read and written in place."""
@@ -135,3 +130,20 @@ class TorchModel(DistributedModel):
             yield f"weight.{name}", parameter.data
             for key, value in self.optimizer.state[parameter].items():
                 yield f"{key}.{name}", value
+
+
+def empty_moments(optimizer: torch.optim.Optimizer, updated: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The optimizer state of a tensor before its first step."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return {}
+    return {"step": torch.zeros(()), **{key: torch.zeros_like(updated.detach()) for key in MOMENTS}}
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
+    """Write tensors, whole or sharded, each once; ranks may hold different ones."""
+    dcp.save(tensors, checkpoint_id=folder, no_dist=ranks.group is None)
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
+    """Read tensors in place, whichever way they were sharded when they were written."""
+    dcp.load(tensors, checkpoint_id=folder, no_dist=ranks.group is None)

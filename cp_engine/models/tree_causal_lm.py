@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cp_engine.kernels.logprob import edge_logprobs
+from cp_engine.kernels.logprob import EdgeTables, edge_logprobs
 from cp_engine.pack import PACK_KEYWORD, DevicePack
 
 
@@ -25,6 +25,7 @@ class TreeCausalLM(nn.Module):
     def __init__(self, causal_lm: nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
+        self.scorer = EdgeScorer()
 
     def forward(self, pack: DevicePack, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob and entropy (nats) of each edge that this rank scores.
@@ -41,4 +42,19 @@ class TreeCausalLM(nn.Module):
             input_ids=pack.token_id, position_ids=pack.position, use_cache=False, **{PACK_KEYWORD: pack}
         ).last_hidden_state  # [1, n, C]
         head = self.causal_lm.get_output_embeddings()
-        return edge_logprobs(hidden[0], head, pack.edges, self.causal_lm.config.vocab_size, temperature)
+        return self.scorer(hidden[0], head, pack.edges, self.causal_lm.config.vocab_size, temperature)
+
+
+class EdgeScorer(nn.Module):
+    """Head and loss in chunks, as one module that every rank calls once for each pack.
+
+    The number of chunks differs between ranks, and a module with sharded parameters must not be called in different
+    numbers: the chunks pass by the head's hooks (which gather parameters), and its parameters are gathered for this
+    module.
+    """
+
+    def forward(
+        self, hidden: torch.Tensor, head: nn.Module, edges: EdgeTables, vocab_size: int, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`edge_logprobs`."""
+        return edge_logprobs(hidden, head.forward, edges, vocab_size, temperature)

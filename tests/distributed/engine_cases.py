@@ -13,7 +13,7 @@ from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
 from cp_engine.models.precision import keep_float64
 from cp_engine.rollouts import Rollout, read_rollouts
-from cp_engine.verify.run import FlatRun, VerifyOptions, run_flat
+from cp_engine.verify.run import FlatRun, VerifyOptions, reindex, run_flat
 
 SAMPLE = Path(__file__).parent.parent.parent / "launch" / "data" / "sample.jsonl"
 # Three packs of uneven size, so that two and four DP groups get empty ones.
@@ -27,7 +27,8 @@ def this_rank(per_node: int | None = None) -> Ranks:
 
 
 def sample() -> list[Rollout]:
-    return read_rollouts(SAMPLE, limit=ROLLOUTS)
+    """Rollouts whose ids are those in use, numbered from 0."""
+    return reindex(read_rollouts(SAMPLE, limit=ROLLOUTS))[0]
 
 
 def options(**fields) -> VerifyOptions:
@@ -41,6 +42,12 @@ def flat_oracle(**fields) -> FlatRun:
 def case_config(flat: FlatRun, fields: dict, sections: dict) -> Config:
     base = options(**fields).config(1, flat.vocab_size).model_dump()
     return Config.model_validate(base | sections)
+
+
+def tiny_config(sections: dict) -> Config:
+    """GRPO on the sample in float64, three packs a step."""
+    raw = {"model": {"path": "tiny-qwen3.5", "vocab_size": 36}, "packing": {"max_pack_tokens": PACK_TOKENS}}
+    return Config.model_validate(raw | {"dtype": "float64", "loss": {"name": "grpo"}} | sections)
 
 
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
