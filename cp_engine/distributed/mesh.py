@@ -61,9 +61,9 @@ def shard_mesh(ranks: Ranks, within_node: bool) -> DeviceMesh:
     Raises:
         ValueError: if machines run different numbers of ranks.
     """
-    require_process_group(ranks)
     per_node = ranks.per_node or ranks.world
     if not within_node or per_node == ranks.world:
+        require_process_group(ranks)
         return init_device_mesh(ranks.device.type, (ranks.world,))
     if ranks.world % per_node:
         raise ValueError(

@@ -97,13 +97,14 @@ class ZeroModel(DistributedModel):
         self.tree, self.ranks, self.stage = tree, ranks, config.engine.stage
         self.zero, self.utils = deepspeed.zero, deepspeed.utils
         self.trained = {name: p for name, p in tree.causal_lm.named_parameters() if p.requires_grad}
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+        self.engine, *_ = deepspeed.initialize(
             model=tree,
             model_parameters=list(self.trained.values()),
             optimizer=lambda parameters: make_optimizer(parameters, config.optimizer),
             config=zero_settings(config),
             dist_init_required=False,
         )
+        self.optimizer = self.engine.basic_optimizer  # ours, inside DeepSpeed's
         if self.stage == 3:
             _read_outside_their_module(tree)
 
@@ -151,9 +152,8 @@ class ZeroModel(DistributedModel):
         save_tensors(kept, folder, self.ranks)
 
     def load_state(self, folder):
-        for group in self.optimizer.param_groups if self._has_moments else ():
-            for updated in group["params"]:
-                self.optimizer.state[updated] |= empty_moments(self.optimizer, updated)
+        for updated in self._updated():
+            self.optimizer.state[updated] |= empty_moments(self.optimizer, updated)
         if self.stage in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # what its first step does
         for name, parameter in self.trained.items():
@@ -166,6 +166,13 @@ class ZeroModel(DistributedModel):
             for state in self.optimizer.state.values():
                 if "step" in state:
                     state["step"].copy_(whole["step"])
+
+    def _updated(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer updates: parameters, or this rank's flat parts of their masters."""
+        if self.stage == 0:
+            return list(self.trained.values())
+        zero = self.engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     @property
     def _has_moments(self) -> bool:

@@ -1,10 +1,16 @@
 """The engines on (dp, cp) meshes: loss, gradients and weights equal to flat rows, whoever holds the weights."""
 
+import numpy as np
 import pytest
 import torch
 
+from cp_engine.distributed.mesh import shard_mesh
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.engine import Engine
+from cp_engine.models.load import load_model
+from cp_engine.models.precision import keep_float64
 from cp_engine.verify.compare import gradient_error
-from tests.distributed.engine_cases import flat_oracle, gradients
+from tests.distributed.engine_cases import flat_oracle, gradients, sample, this_rank, tiny_config
 from tests.ranks import run_ranks
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]
@@ -42,3 +48,80 @@ def test_gradients_are_those_of_flat_rows(flat, name, dp, cp):
     judged(results, flat)
     packs = len(flat.step.packs)
     assert packs == 3 and sum(empty for _, empty, _ in results) == cp * (-packs % dp)
+
+
+def test_shards_within_a_machine_are_replicated_over_machines(flat):
+    sections = {"parallel": {"dp": 2, "cp": 2}, "engine": {"name": "fsdp2", "shard": "node"}}
+    judged(run_ranks(4, gradients, flat, {}, sections, 2), flat)
+    with pytest.raises(ValueError, match="needs equally many ranks on every machine; 4 ranks run, 3 of them"):
+        shard_mesh(Ranks(0, 4, None, torch.device("cpu"), per_node=3), within_node=True)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "dpo"])
+def test_losses_over_whole_rollouts_on_a_mesh(loss):
+    coupled = flat_oracle(loss=loss)
+    results = run_ranks(4, gradients, coupled, {"loss": loss}, {"parallel": {"dp": 2, "cp": 2}})
+    judged(results, coupled)
+
+
+def bfloat16_steps(sections: dict):
+    """Losses of three steps in bfloat16, dtypes of the streamed weights, and log-probs."""
+    engine = Engine(tiny_config({"dtype": "bfloat16", "optimizer": {"lr": 1e-4}} | sections), this_rank())
+    computed = {name: parameter.dtype for name, parameter in engine.model.causal_lm.named_parameters()}
+    losses = [engine.train_step(sample())["loss"] for _ in range(3)]
+    streamed = {name: tensor.clone() for name, tensor in engine.named_full_weights()}
+    return losses, streamed, computed
+
+
+def test_bfloat16_models_have_float32_masters_and_decays():
+    """Steps far below the spacing of bfloat16 add up in the masters; the same whoever holds them."""
+    start = load_model("tiny-qwen3.5", torch.bfloat16, 36)
+    plain, sharded = (
+        run_ranks(2, bfloat16_steps, {"parallel": {"dp": 2}, "engine": {"name": name}})[0]
+        for name in ("plain", "fsdp2")
+    )
+    for losses, streamed, _ in (plain, sharded):
+        assert losses == pytest.approx(plain[0], rel=2e-2)
+        for name, tensor in streamed.items():
+            decays = name.endswith(("A_log", "dt_bias"))
+            assert tensor.dtype == (torch.float32 if decays else torch.bfloat16), name
+            first = dict(start.named_parameters())[name].float()
+            moved = (tensor.float() - first).abs().max()
+            assert moved <= 2.0**-8 * first.abs().max() + 1e-3
+            if decays:
+                assert 1e-4 < moved < 4e-4  # three steps of 1e-4, which bfloat16 would round away
+    assert plain[2] == {name: tensor.dtype for name, tensor in plain[1].items()}
+
+
+def lost_step(sections: dict):
+    engine = Engine(tiny_config({"optimizer": {"on_nonfinite": "skip"}} | sections), this_rank())
+    before = {name: tensor.clone() for name, tensor in engine.named_full_weights()}
+    real = engine.distributed.backward
+    engine.distributed.backward = lambda loss, last: real(loss * float("nan"), last)
+    lost = engine.train_step(sample())
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in engine.named_full_weights())
+    engine.distributed.backward = real
+    return lost["skipped"], unchanged, engine.train_step(sample())["skipped"], engine.steps_done
+
+
+@pytest.mark.parametrize("name", ["plain", "fsdp2"])
+def test_a_step_that_is_not_finite_is_skipped_and_reported(name):
+    found = run_ranks(2, lost_step, {"parallel": {"dp": 2}, "engine": {"name": name}})
+    assert found == [(True, True, False, 2)] * 2
+
+
+def logprobs_between_steps(sections: dict):
+    with keep_float64():
+        engine = Engine(tiny_config({"optimizer": {"lr": 1e-2}} | sections), this_rank())
+        before = engine.logprobs(sample())
+        engine.train_step(sample())
+        return np.concatenate(before), np.concatenate(engine.logprobs(sample()))
+
+
+def test_logprobs_on_a_mesh_follow_the_weights():
+    alone = logprobs_between_steps({})
+    for name in ("plain", "fsdp2"):
+        sections = {"parallel": {"dp": 2, "cp": 2}, "engine": {"name": name}}
+        for found, expected in zip(run_ranks(4, logprobs_between_steps, sections)[3], alone, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert np.nanmax(np.abs(alone[1] - alone[0])) > 1e-2

@@ -1,0 +1,125 @@
+"""DeepSpeed ZeRO 0 to 3 in float32 against whole weights, with ranks that call the head different numbers of times."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from cp_engine.checkpoint import Checkpoints
+from cp_engine.engine import Engine
+from cp_engine.kernels.logprob import api as logprob
+from tests.distributed.engine_cases import sample, this_rank, tiny_config
+from tests.distributed.test_weights import largest_error, weights_of
+from tests.ranks import run_ranks
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (pip install 'cp-engine[deepspeed]')")
+
+BOUND = 2e-6
+SGD = {"dtype": "float32", "optimizer": {"name": "sgd", "lr": 0.05, "max_grad_norm": 0.7}}
+
+
+def zero(stage: int) -> dict:
+    return {"name": "deepspeed", "stage": stage} | ({"persistence_threshold": 0} if stage == 3 else {})
+
+
+@contextlib.contextmanager
+def small_chunks():
+    """Four predictors a chunk of the head, so that ranks and packs differ in their number of chunks."""
+    before, logprob.MAX_CHUNK_LOGITS = logprob.MAX_CHUNK_LOGITS, 4 * 36
+    try:
+        yield
+    finally:
+        logprob.MAX_CHUNK_LOGITS = before
+
+
+def two_steps(sections: dict):
+    """Losses, gradient norms and weights of two steps, log-probs before and after them."""
+    with small_chunks():
+        engine = Engine(tiny_config(sections), this_rank())
+        before = engine.logprobs(sample())
+        figures = [engine.train_step(sample()) for _ in range(2)]
+        after = engine.logprobs(sample())
+        return [(f["loss"], f["grad_norm"]) for f in figures], weights_of(engine), (before, after)
+
+
+def several(cases: list[dict]):
+    return [two_steps(case) for case in cases]
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "cp": 1}, {"dp": 1, "cp": 2}], ids=str)
+def test_weights_after_two_steps_are_those_of_plain(mesh):
+    engines = [{"name": "plain"}, *map(zero, range(4)), {"name": "fsdp2"}]
+    truth, *others = run_ranks(2, several, [SGD | {"parallel": mesh, "engine": engine} for engine in engines])[0]
+    for figures, weights, logprobs in others:
+        np.testing.assert_allclose(figures, truth[0], rtol=BOUND)
+        assert largest_error(weights, truth[1]) <= BOUND
+        for found, expected in zip(logprobs, truth[2], strict=True):
+            np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-5)
+    before, after = map(np.concatenate, truth[2])
+    assert np.nanmax(np.abs(after - before)) > 1e-2
+
+
+ADAM = {"dtype": "float32", "optimizer": {"lr": 1e-3}}
+
+
+def first_part(stage: int, place):
+    """Two AdamW steps and a checkpoint; then a third step's loss, and the weights after it."""
+    engine, checkpoints = _adam_engine(stage), Checkpoints(place, 1)
+    for _ in range(2):
+        engine.train_step(sample())
+    checkpoints.save(engine)
+    return engine.train_step(sample())["loss"], weights_of(engine)
+
+
+def second_part(stage: int, place):
+    """The third step from the checkpoint."""
+    engine = _adam_engine(stage)
+    assert Checkpoints(place, 1).resume(engine)
+    return engine.train_step(sample())["loss"], weights_of(engine)
+
+
+def copied(stage: int, place, copy):
+    """A checkpoint that is read and written again."""
+    engine = _adam_engine(stage)
+    assert Checkpoints(place, 1).resume(engine)
+    Checkpoints(copy, 1).save(engine)
+
+
+def _adam_engine(stage: int) -> Engine:
+    ranks = this_rank()
+    return Engine(tiny_config(ADAM | {"engine": zero(stage), "parallel": {"dp": ranks.world}}), ranks)
+
+
+def tensors_of(place) -> dict:
+    dcp_to_torch_save(Checkpoints(place, 1).complete()[0] / "state", place / "all.pt")
+    return torch.load(place / "all.pt")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_checkpoint_goes_on(stage, tmp_path):
+    loss, weights = run_ranks(2, first_part, stage, tmp_path)[0]
+    again, found = run_ranks(2, second_part, stage, tmp_path)[0]
+    assert again == loss and largest_error(found, weights) == 0.0
+    # At another stage and number of ranks every tensor is the same.
+    run_ranks(1, copied, 2, tmp_path, tmp_path / "copy")
+    before, after = tensors_of(tmp_path), tensors_of(tmp_path / "copy")
+    assert before.keys() == after.keys() and len(before) == 4 * len(weights)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def lost_step(stage: int):
+    engine = Engine(tiny_config(SGD | {"engine": zero(stage), "optimizer": {"on_nonfinite": "skip"}}), this_rank())
+    before = weights_of(engine)
+    real = engine.distributed.backward
+    engine.distributed.backward = lambda loss, last: real(loss * float("inf"), last)
+    skipped = engine.train_step(sample())
+    after = weights_of(engine)
+    engine.distributed.backward = real
+    return skipped["skipped"], largest_error(after, before), engine.train_step(sample())["skipped"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_that_is_not_finite_is_skipped(stage):
+    assert run_ranks(1, lost_step, stage) == [(True, 0.0, False)]
