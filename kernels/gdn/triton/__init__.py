@@ -182,6 +182,5 @@ def input_gradients(
         dqkwg(q, k, new_v, decay, states, dout, dstates, dnew_v, wave, size, grads)
     dk, dv, dbeta, dtotal = fla_stages.solve_backward(k, v, decay, beta, stages.inverse, grads.dw, dnew_v, at)
     dg = fla_stages.decay_gradient(grads.dtotal.sum(0) + dtotal, at)
-    dq, dk_2 = grads.of_key_heads(k.shape[1])
-    results = (dq, dk + dk_2, dv, dg, dbeta)
+    results = (grads.dq, grads.dk + dk, dv, dg, dbeta)
     return Inputs(*(_whole(grad.to(x.dtype), tables) for grad, x in zip(results, inputs, strict=True)))

@@ -23,6 +23,7 @@ from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, padded, precision
 
+# One program adds up the value heads of a key head.
 BLOCK_KEYS = 64
 BLOCK_VALUES = 64
 # Compiled for sm_90, 8 warps spill nothing and 4 do; not timed yet.
@@ -36,87 +37,87 @@ def _dqkwg_kernel(
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    chunk, head = tl.load(members + tl.program_id(0)), tl.program_id(1)
-    key_head = head // (H // HK)
+    chunk, key_head = tl.load(members + tl.program_id(0)), tl.program_id(1)
     start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
     tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
-    row, inner = tl.arange(0, C), tl.program_id(2) * BK + tl.arange(0, BK)
-    live = row < tokens
     enters = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 5), tl.int64)
     leaves = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 6), tl.int64)
-    dqueries, dkeys = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-    derased = tl.zeros([C, BK], dtype=tl.float32)
-    scores, scores_t = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    dlast = tl.zeros([BV], dtype=tl.float32)
-    for block in range(0, tl.cdiv(V, BV)):
-        column = block * BV + tl.arange(0, BV)
-        grads = load_rows(dout, start, row, head, column, live, H, V)
-        values = load_rows(new_v, start, row, head, column, live, H, V)
-        dvalues = load_rows(dnew_v, start, row, head, column, live, H, V)
-        at = head * (K * V) + inner[None, :] * V + column[:, None]
-        live_state = (inner < K)[None, :] & (column < V)[:, None]
-        # No row: a zero state enters, or nobody reads the state that leaves.
-        live_h = live_state & (column * 0 + enters >= 0)[:, None]
-        live_dh = live_state & (column * 0 + leaves >= 0)[:, None]
-        h = tl.load(states + enters * (H * K * V) + at, mask=live_h, other=0.0)  # [BV, BK]
-        dh = tl.load(dstates + leaves * (H * K * V) + at, mask=live_dh, other=0.0)
-        dlast += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
-        dqueries = tl.dot(grads, h, dqueries, input_precision=PRECISION)
-        dkeys = tl.dot(values, dh, dkeys, input_precision=PRECISION)
-        derased = tl.dot(dvalues, h, derased, input_precision=PRECISION)
-        values_t = load_columns(new_v, start, row, head, column, live, H, V)
-        grads_t = load_columns(dout, start, row, head, column, live, H, V)
-        scores = tl.dot(grads, values_t, scores, input_precision=PRECISION)
-        scores_t = tl.dot(values, grads_t, scores_t, input_precision=PRECISION)
-    out = start * (H * K) + head * K + row[:, None] * (H * K) + inner[None, :]
+    row, inner = tl.arange(0, C), tl.program_id(2) * BK + tl.arange(0, BK)
+    live = row < tokens
     live_out = live[:, None] & (inner < K)[None, :]
-    tl.store(dw + out, (-derased).to(dw.dtype.element_ty), mask=live_out)
+    sum_dq, sum_dk = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    for member in range(0, H // HK):
+        head = key_head * (H // HK) + member
+        dqueries, dkeys = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+        derased = tl.zeros([C, BK], dtype=tl.float32)
+        scores, scores_t = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+        dlast = tl.zeros([BV], dtype=tl.float32)
+        for block in range(0, tl.cdiv(V, BV)):
+            column = block * BV + tl.arange(0, BV)
+            grads = load_rows(dout, start, row, head, column, live, H, V)
+            values = load_rows(new_v, start, row, head, column, live, H, V)
+            dvalues = load_rows(dnew_v, start, row, head, column, live, H, V)
+            at = head * (K * V) + inner[None, :] * V + column[:, None]
+            live_state = (inner < K)[None, :] & (column < V)[:, None]
+            # No row: a zero state enters, or nobody reads the state that leaves.
+            live_h = live_state & (column * 0 + enters >= 0)[:, None]
+            live_dh = live_state & (column * 0 + leaves >= 0)[:, None]
+            h = tl.load(states + enters * (H * K * V) + at, mask=live_h, other=0.0)  # [BV, BK]
+            dh = tl.load(dstates + leaves * (H * K * V) + at, mask=live_dh, other=0.0)
+            dlast += tl.sum(h.to(tl.float32) * dh.to(tl.float32), 1)
+            dqueries = tl.dot(grads, h, dqueries, input_precision=PRECISION)
+            dkeys = tl.dot(values, dh, dkeys, input_precision=PRECISION)
+            derased = tl.dot(dvalues, h, derased, input_precision=PRECISION)
+            values_t = load_columns(new_v, start, row, head, column, live, H, V)
+            grads_t = load_columns(dout, start, row, head, column, live, H, V)
+            scores = tl.dot(grads, values_t, scores, input_precision=PRECISION)
+            scores_t = tl.dot(values, grads_t, scores_t, input_precision=PRECISION)
+        out = start * (H * K) + head * K + row[:, None] * (H * K) + inner[None, :]
+        tl.store(dw + out, (-derased).to(dw.dtype.element_ty), mask=live_out)
 
-    total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
-    last = tl.load(decay + (start + tokens - 1) * H + head)
-    # Masked before the exponential: above the diagonal it may overflow.
-    both = live[:, None] & live[None, :]
-    lower, upper = row[:, None] >= row[None, :], row[:, None] <= row[None, :]
-    apart = total[:, None] - total[None, :]
-    scores *= tl.where(both & lower, tl.exp2(tl.where(both & lower, apart, 0.0)), 0.0) * scale
-    scores_t *= tl.where(both & upper, tl.exp2(tl.where(both & upper, -apart, 0.0)), 0.0) * scale
-    queries = load_rows(q, start, row, key_head, inner, live, HK, K)
-    keys = load_rows(k, start, row, key_head, inner, live, HK, K)
-    dkeys *= tl.where(live, tl.exp2(last - total), 0.0)[:, None]
-    dlast_token = tl.sum(tl.sum(keys * dkeys, 1), 0)
-    dlast_token += tl.exp2(last) * tl.sum(dlast, 0)
-    dqueries *= (tl.exp2(total) * scale)[:, None]
-    dqueries = tl.dot(scores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
-    dkeys = tl.dot(scores_t.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
-    dtotal = tl.sum(queries * dqueries, 1) - tl.sum(keys * dkeys, 1)
-    dtotal += tl.where(row == tokens - 1, dlast_token, 0.0)
-    tl.store(dq + out, dqueries.to(dq.dtype.element_ty), mask=live_out)
-    tl.store(dk + out, dkeys.to(dk.dtype.element_ty), mask=live_out)
-    part = tl.cast(tl.program_id(2), tl.int64) * tokens_in_all + start
-    tl.store(dg + part * H + head + row * H, dtotal, mask=live)
+        total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
+        last = tl.load(decay + (start + tokens - 1) * H + head)
+        # Masked before the exponential: above the diagonal it may overflow.
+        both = live[:, None] & live[None, :]
+        lower, upper = both & (row[:, None] >= row[None, :]), both & (row[:, None] <= row[None, :])
+        apart = total[:, None] - total[None, :]
+        scores *= tl.where(lower, tl.exp2(tl.where(lower, apart, 0.0)), 0.0) * scale
+        scores_t *= tl.where(upper, tl.exp2(tl.where(upper, -apart, 0.0)), 0.0) * scale
+        queries = load_rows(q, start, row, key_head, inner, live, HK, K)
+        keys = load_rows(k, start, row, key_head, inner, live, HK, K)
+        dkeys *= tl.where(live, tl.exp2(last - total), 0.0)[:, None]
+        dlast_token = tl.sum(tl.sum(keys * dkeys, 1), 0)
+        dlast_token += tl.exp2(last) * tl.sum(dlast, 0)
+        dqueries *= (tl.exp2(total) * scale)[:, None]
+        dqueries = tl.dot(scores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
+        dkeys = tl.dot(scores_t.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
+        dtotal = tl.sum(queries * dqueries, 1) - tl.sum(keys * dkeys, 1)
+        dtotal += tl.where(row == tokens - 1, dlast_token, 0.0)
+        part = tl.cast(tl.program_id(2), tl.int64) * tokens_in_all + start
+        tl.store(dg + part * H + head + row * H, dtotal, mask=live)
+        sum_dq += dqueries
+        sum_dk += dkeys
+    out = start * (HK * K) + key_head * K + row[:, None] * (HK * K) + inner[None, :]
+    tl.store(dq + out, sum_dq, mask=live_out)
+    tl.store(dk + out, sum_dk, mask=live_out)
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
     """Gradients through outputs and state pass; those through w and u (from dw and dnew_v) come on top."""
 
-    dq: torch.Tensor  # float32 [n, H, K]
-    dk: torch.Tensor  # float32 [n, H, K]
+    dq: torch.Tensor  # float32 [n, Hk, K]
+    dk: torch.Tensor  # float32 [n, Hk, K]
     dw: torch.Tensor  # [n, H, K] in the dtype of k
     dtotal: torch.Tensor  # float32 [parts, n, H] of the cumulative (natural) log decay, to be summed
 
     @classmethod
     def empty(cls, k: torch.Tensor, heads: int) -> Gradients:
         tokens, _, key_dim = k.shape
-        wide = torch.empty((2, tokens, heads, key_dim), dtype=torch.float32, device=k.device)
+        of_keys = torch.empty((2, *k.shape), dtype=torch.float32, device=k.device)
         parts = triton.cdiv(key_dim, _block_keys(key_dim))
         dtotal = torch.empty((parts, tokens, heads), dtype=torch.float32, device=k.device)
-        return cls(wide[0], wide[1], k.new_empty((tokens, heads, key_dim)), dtotal)
-
-    def of_key_heads(self, key_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """dq and dk summed over the value heads of each key head, float32 [n, Hk, K]."""
-        dq, dk = (x.unflatten(1, (key_heads, -1)).sum(2) for x in (self.dq, self.dk))
-        return dq, dk
+        return cls(of_keys[0], of_keys[1], k.new_empty((tokens, heads, key_dim)), dtotal)
 
 
 def _block_keys(key_dim: int) -> int:
@@ -146,7 +147,7 @@ def dqkwg(
     """
     tokens, heads, value_dim = new_v.shape
     key_heads, key_dim = k.shape[1:]
-    _dqkwg_kernel[(len(walk.members), heads, len(out.dtotal))](
+    _dqkwg_kernel[(len(walk.members), key_heads, len(out.dtotal))](
         q, k, new_v, decay, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
         walk.chunks, walk.members, tokens, key_dim**-0.5,
         HK=key_heads, H=heads, K=key_dim, V=value_dim, BK=_block_keys(key_dim), BV=min(BLOCK_VALUES, padded(value_dim)),
