@@ -20,9 +20,11 @@ from cp_engine.distributed.full_weights import named_full_weights
 from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks, join_ranks
 from cp_engine.lookahead import Lookahead, PlannedPack
+from cp_engine.losses.router_balance import RouterBalance
 from cp_engine.metrics import StepMeter
 from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees, save_adapter, save_model
 from cp_engine.models.lora import add_lora
+from cp_engine.models.routers import router_shape
 from cp_engine.models.shape import conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import DevicePack, device_pack
@@ -62,6 +64,12 @@ class Engine:
         )
         self.conv_width = conv_width(hf_model.config)
         self.shape = model_shape(hf_model.config, self.dtype.itemsize)
+        self.routers = router_shape(hf_model)
+        if config.loss.router_aux_coef and self.routers is None:
+            raise ValueError(
+                f"loss.router_aux_coef is {config.loss.router_aux_coef}, but the model {config.model.path!r} has no "
+                "expert routers: leave it out"
+            )
         prepare_for_trees(hf_model)
         if config.lora is not None:
             add_lora(hf_model, config.lora, config.seed)
@@ -114,12 +122,30 @@ class Engine:
 
         Afterwards the ranks hold the step's whole gradients: each one all of them with ``engine.name: plain``.
         """
-        accumulate = accumulation_dtype(self.dtype)
-        for planned, on_device, last in self._packs(step, upcoming):
-            result = pack_loss(self.distributed, on_device, step, planned.pack, self.config.loss, accumulate)
+        accumulate, loss = accumulation_dtype(self.dtype), self.config.loss
+        packs, balance = self._packs(step, upcoming), None
+        if loss.router_aux_coef:
+            packs = list(packs)
+            balance = self._router_balance(step, [on_device for _, on_device, _ in packs])
+        for planned, on_device, last in packs:
+            result = pack_loss(self.distributed, on_device, step, planned.pack, loss, accumulate, balance)
             self.distributed.backward(result.loss, last)
             if meter is not None:
                 meter.add(planned.placed, planned.plan, result, planned.seconds, planned.waited)
+
+    @torch.no_grad()
+    def _router_balance(self, step: StepData, packs: list[DevicePack]) -> RouterBalance:
+        """The load-balancing loss of a step, knowing the choices of all packs but the first.
+
+        Gradients of one pack depend on how often each expert is chosen in all packs, so the routers of the others run
+        ahead; those of the first one tell when it is trained.
+        """
+        coefficient, top_k = self.config.loss.router_aux_coef, self.routers.top_k
+        balance = RouterBalance(coefficient, top_k, step.flat_tokens, self.ranks.group)
+        for pack in packs[1:]:
+            balance.count(self.distributed(pack, outputs="routers"), pack.rollouts)
+        self.distributed.after_forward()
+        return balance
 
     def _packs(
         self, step: StepData, upcoming: Sequence[Rollout] | None = None

@@ -24,6 +24,7 @@ class StepMeter:
         self.step, self.mesh = step, mesh
         # loss, entropy, clipped above, clipped below, occurrences
         self.sums = torch.zeros(5, dtype=torch.float64, device=mesh.everyone.device)
+        self.router_loss: torch.Tensor | None = None  # of the steps that have one
         self.largest: list[tuple[int, int]] = []  # of each pack: tokens and pairs of the rank that has most
         self.total: list[tuple[int, int]] = []  # of each pack: tokens and pairs
         self.plan_seconds = self.plan_waited = 0.0
@@ -40,6 +41,9 @@ class StepMeter:
                 torch.tensor(float(plan.loss.occurrences), dtype=torch.float64, device=self.sums.device),
             ]
         )
+        if result.router_loss is not None:
+            so_far = 0.0 if self.router_loss is None else self.router_loss
+            self.router_loss = so_far + result.router_loss.double()
         per_rank = (placed.layout.rank_token_count, rank_pairs(placed.pack.forest, placed.layout))
         self.largest.append(tuple(int(count.max()) for count in per_rank))
         self.total.append(tuple(int(count.sum()) for count in per_rank))
@@ -56,12 +60,16 @@ class StepMeter:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
                 dist.all_reduce(total, group=ranks.group)
                 total /= cp
+            if self.router_loss is not None:
+                dist.all_reduce(self.router_loss, group=ranks.group)
         loss, entropy, high, low, occurrences = self.sums.tolist()
+        router_loss = {} if self.router_loss is None else {"router_loss": float(self.router_loss)}
         # Ranks wait for one another in every round of packs.
         imbalance = largest.sum(0) * ranks.world / total.sum(0)
         return {
             "step": step,
             "loss": loss,
+            **router_loss,
             "grad_norm": grad_norm,
             "entropy": entropy / occurrences,
             "clipped_high": high / occurrences,

@@ -28,6 +28,7 @@ class DevicePack:
         plan: the `ShardPlan` it was made from.
         group: process group of the CP ranks; None for a single rank.
         token_id, position: int64 [1, n].
+        rollouts: int64 [n] rollouts that pass through each row; 0 on a padding row.
         attention: `AttentionTables`.
         gdn: `GdnTables`, None for a model without GDN layers.
         edges: `EdgeTables` of the E edges that this rank scores.
@@ -44,6 +45,7 @@ class DevicePack:
         self.group = group
         self.token_id = on_device(plan.token_id)[None]
         self.position = on_device(plan.position)[None]
+        self.rollouts = on_device(plan.rollouts)
         self.attention = attention_tables(plan.attention, plan.rank, device)
         self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
         loss = plan.loss

@@ -20,6 +20,7 @@ from cp_engine.losses.choose import occurrence_loss
 from cp_engine.losses.occurrences import OccurrenceLoss, Occurrences
 from cp_engine.losses.pairs import pair_preferences
 from cp_engine.losses.rollout_sums import rollout_sum_over
+from cp_engine.losses.router_balance import RouterBalance
 from cp_engine.losses.weights import rollout_weights
 from cp_engine.pack import DevicePack
 from cp_engine.rollouts import FlatRollouts, Rollout, flatten_rollouts
@@ -168,16 +169,27 @@ class PackLoss:
     log_prob: torch.Tensor  # [O] log-prob of each occurrence, detached
     entropy: torch.Tensor  # [O] entropy of the distribution that predicts it, detached
     occurrence: OccurrenceLoss
+    router_loss: torch.Tensor | None  # the routers' part of the loss, detached; None without one
 
 
 def pack_loss(
-    model, device_pack: DevicePack, step: StepData, pack: Pack, loss: LossConfig, dtype: torch.dtype
+    model,
+    device_pack: DevicePack,
+    step: StepData,
+    pack: Pack,
+    loss: LossConfig,
+    dtype: torch.dtype,
+    balance: RouterBalance | None = None,
 ) -> PackLoss:
     """Run one pack through the model and sum its weighted occurrence losses.
 
     A rank without trained predictors adds exactly zero, with the same graph as the others.
+
+    Args:
+        balance: the step's load-balancing loss of routers, which is added.
     """
-    edge_logprob, edge_entropy = model(device_pack, temperature=loss.temperature)
+    outputs = {} if balance is None else {"outputs": "edges and routers"}
+    edge_logprob, edge_entropy, *router_logits = model(device_pack, temperature=loss.temperature, **outputs)
     # index_select, since its gradient adds an edge's occurrences in a fixed order on CPUs.
     log_prob = edge_logprob.index_select(0, device_pack.occurrence_edge)
     entropy = edge_entropy.index_select(0, device_pack.occurrence_edge)
@@ -185,7 +197,11 @@ def pack_loss(
     result = occurrence_loss(occurrences, loss, rollout_sum_over(device_pack.group))
     weight = torch.as_tensor(step.weight[pack.rollouts], dtype=dtype, device=log_prob.device)
     total = (weight[device_pack.occurrence_rollout] * result.loss).sum()
-    return PackLoss(total, log_prob.detach(), entropy.detach(), result)
+    router_loss = None
+    if balance is not None:
+        router_loss = balance.loss(tuple(router_logits), device_pack.rollouts, dtype)
+        total, router_loss = total + router_loss, router_loss.detach()
+    return PackLoss(total, log_prob.detach(), entropy.detach(), result, router_loss)
 
 
 def _occurrences(

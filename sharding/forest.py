@@ -82,6 +82,12 @@ class Forest:
         light[:1] = True
         return np.maximum.accumulate(np.where(light, index, 0))
 
+    @cached_property
+    def segment_rollouts(self) -> np.ndarray:
+        """int64 [S]: rollouts that pass through each segment."""
+        ends = np.concatenate([[0], np.cumsum(np.bincount(self.end_segment, minlength=self.segments))])
+        return ends[np.searchsorted(self.segment_start, self.subtree_end)] - ends[:-1]
+
     @property
     def flat_tokens(self) -> int:
         return int(self.rollout_length.sum())

@@ -22,6 +22,7 @@ class ShardPlan:
     world: int
     token_id: np.ndarray  # int64 [n] ids; 0 on the padding row
     position: np.ndarray  # int64 [n] RoPE positions; 0 on the padding row
+    rollouts: np.ndarray  # int64 [n] rollouts that pass through each row; 0 on the padding row
     tokens: int  # rows that are tokens: n, or 0 on a rank with a padding row
     pieces: int
     attention: AttentionPlan
@@ -64,6 +65,7 @@ def shard_plan(
         world=layout.world,
         token_id=zero if padded else forest.token[tokens],
         position=zero if padded else forest.position[tokens],
+        rollouts=zero if padded else forest.segment_rollouts[forest.segment_of[tokens]],
         tokens=len(tokens),
         pieces=len(layout.pieces(rank)[0]),
         attention=attention_plan(forest, layout, rank, exchange),

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loss", default="sft", choices=LOSSES)
     add("--aggregation", choices=AGGREGATIONS, help="default: the loss's own (docs/losses.md)")
     add("--temperature", type=float, default=1.0)
+    add("--router-aux-coef", type=float, help="weight of the routers' loss (default: 0.1 for a model with experts)")
     add("--share", default="batch", choices=("batch", "group"))
     add("--limit", type=int, help="the first so many rollouts of the file")
     add("--limit-per-group", type=int, help="the first so many rollouts of each group")
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         loss=args.loss,
         aggregation=args.aggregation,
         temperature=args.temperature,
+        router_aux_coef=args.router_aux_coef,
         seed=args.seed,
         share=args.share,
         max_pack_tokens=args.max_pack_tokens,

@@ -13,7 +13,7 @@ from torch import nn
 from cp_engine.config import OptimizerConfig
 from cp_engine.distributed.gradients import clip_gradients
 from cp_engine.distributed.ranks import Ranks
-from cp_engine.models.tree_causal_lm import TreeCausalLM
+from cp_engine.models.tree_causal_lm import Outputs, TreeCausalLM
 from cp_engine.pack import DevicePack
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's states of the size of a parameter
@@ -28,7 +28,9 @@ class DistributedModel(ABC):
     tree: TreeCausalLM
 
     @abstractmethod
-    def __call__(self, pack: DevicePack, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, pack: DevicePack, temperature: float = 1.0, outputs: Outputs = "edges"
+    ) -> tuple[torch.Tensor, ...]:
         """`TreeCausalLM.forward`."""
 
     @abstractmethod
@@ -96,8 +98,8 @@ class TorchModel(DistributedModel):
             by_kind.setdefault(type(parameter.data), []).append(parameter)
         self.optimizer = make_optimizer([{"params": group} for group in by_kind.values()], optimizer)
 
-    def __call__(self, pack, temperature=1.0):
-        return self.tree(pack, temperature=temperature)
+    def __call__(self, pack, temperature=1.0, outputs="edges"):
+        return self.tree(pack, temperature=temperature, outputs=outputs)
 
     def update(self, lr, max_norm):
         norm = clip_gradients(self.updated.values(), max_norm)

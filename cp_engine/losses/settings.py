@@ -61,6 +61,8 @@ class LossConfig(BaseModel):
     """dapo: rollouts of at least so many tokens, prompt included, were cut off by a length limit and weigh nothing."""
     beta: float | None = Field(None, gt=0)
     """dpo: strength of the pull towards the reference."""
+    router_aux_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of expert routers, over all tokens of the step."""
     temperature: float = Field(1.0, gt=0)
     """Logits are divided by it, as the sampler did."""
 

@@ -5,11 +5,15 @@ Shapes: n local rows, C hidden size, E edges.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 
 from cp_engine.kernels.logprob import EdgeTables, edge_logprobs
 from cp_engine.pack import PACK_KEYWORD, DevicePack
+
+Outputs = Literal["edges", "routers", "edges and routers"]
 
 
 class TreeCausalLM(nn.Module):
@@ -27,22 +31,32 @@ class TreeCausalLM(nn.Module):
         self.causal_lm = causal_lm
         self.scorer = EdgeScorer()
 
-    def forward(self, pack: DevicePack, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy (nats) of each edge that this rank scores.
+    def forward(
+        self, pack: DevicePack, temperature: float = 1.0, outputs: Outputs = "edges"
+    ) -> tuple[torch.Tensor, ...]:
+        """Log-prob and entropy (nats) of each edge that this rank scores, and what the routers of MoE layers said.
 
         Every rank of the pack's group must call it, ranks without tokens too.
 
+        Args:
+            outputs: ``edges``, ``routers`` (the head is not run), or ``edges and routers``.
+
         Returns:
-            log_prob [E] and entropy [E] in the accumulation dtype.
+            log_prob [E] and entropy [E] in the accumulation dtype; then the router logits [n, experts] of each MoE
+            layer.
 
         Raises:
             ValueError: for a temperature that is not a positive number.
         """
-        hidden = self.causal_lm.base_model(
-            input_ids=pack.token_id, position_ids=pack.position, use_cache=False, **{PACK_KEYWORD: pack}
-        ).last_hidden_state  # [1, n, C]
+        kwargs = {PACK_KEYWORD: pack} if outputs == "edges" else {PACK_KEYWORD: pack, "output_router_logits": True}
+        base = self.causal_lm.base_model(input_ids=pack.token_id, position_ids=pack.position, use_cache=False, **kwargs)
+        logits = () if outputs == "edges" else base.router_logits
+        if outputs == "routers":
+            return logits
+        hidden = base.last_hidden_state  # [1, n, C]
         head = self.causal_lm.get_output_embeddings()
-        return self.scorer(hidden[0], head, pack.edges, self.causal_lm.config.vocab_size, temperature)
+        edges = self.scorer(hidden[0], head, pack.edges, self.causal_lm.config.vocab_size, temperature)
+        return *edges, *logits
 
 
 class EdgeScorer(nn.Module):

@@ -15,6 +15,7 @@ from cp_engine.losses.choose import occurrence_loss
 from cp_engine.losses.occurrences import Occurrences
 from cp_engine.losses.rollout_sums import rollout_sum
 from cp_engine.step import StepData
+from cp_engine.verify.flat_routers import FlatRouters
 from cp_engine.verify.values import DrawnValues
 
 
@@ -42,13 +43,26 @@ def spread_units(units: list[list[int]], length: np.ndarray, world: int) -> list
 
 
 def run_units(
-    model, step: StepData, units: list[list[int]], loss: LossConfig, drawn: DrawnValues, device: torch.device
+    model,
+    step: StepData,
+    units: list[list[int]],
+    loss: LossConfig,
+    drawn: DrawnValues,
+    device: torch.device,
+    routers: FlatRouters | None = None,
 ) -> tuple[np.ndarray, float]:
     """Accumulate the gradients of this rank's units in ``model``.
 
+    Args:
+        routers: of a model with experts; the gradients of their load-balancing loss are added.
+
     Returns:
-        log-probs float64 [N] of the rows' trained tokens (0 elsewhere), and the units' part of the loss.
+        log-probs float64 [N] of the rows' trained tokens (0 elsewhere), and the units' part of the loss, without that
+        of the routers.
     """
+    if routers is not None:
+        for row in (row for unit in units for row in unit):
+            routers.backward_row(model, step, row)
     log_probs, total = np.zeros(len(step.flat.token)), 0.0
     for unit in units:
         rows = [row for row in unit if step.trained[row]]

@@ -20,6 +20,7 @@ from cp_engine.models.cpu import make_cpu_runnable
 from cp_engine.models.load import load_model
 from cp_engine.models.precision import keep_float64
 from cp_engine.models.presets import PRESETS, state_half_life
+from cp_engine.models.routers import router_shape
 from cp_engine.models.support import check_supported
 from cp_engine.placement import PlacedPack
 from cp_engine.rollouts import Rollout
@@ -27,6 +28,7 @@ from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData, prepare_step
 from cp_engine.verify.compare import gradient_error
 from cp_engine.verify.flat import loss_units, run_units, spread_units
+from cp_engine.verify.flat_routers import flat_routers
 from cp_engine.verify.values import DrawnValues, draw_values, paired, with_placeholders
 
 BOUNDS = {"float64": 1e-10, "float32": 2e-5}
@@ -44,6 +46,7 @@ LOSS_PARTS: dict[str, dict[str, Any]] = {
     "dpo": {},
 }
 CLIPPED_SIDES = {"sft": (), "dpo": (), "cispo": ("clipped_high",)}  # both for the others
+ROUTER_AUX_COEF = 0.1
 MIN_HALF_LIFE = 64.0  # tokens; with faster decay a wrong recurrent state would be invisible
 
 
@@ -57,6 +60,7 @@ class VerifyOptions:
     loss: str = "sft"
     aggregation: str | None = None  # None: the loss's own
     temperature: float = 1.0
+    router_aux_coef: float | None = None  # None: 0.1 for a model with expert routers
     seed: int = 0
     share: str = "batch"
     max_pack_tokens: int | None = None
@@ -78,6 +82,7 @@ class VerifyOptions:
                     "name": self.loss,
                     "aggregation": self.aggregation,
                     "temperature": self.temperature,
+                    "router_aux_coef": self.router_aux_coef or 0.0,
                     **LOSS_PARTS.get(self.loss, {}),
                 },
                 "dtype": self.dtype,
@@ -115,6 +120,9 @@ class FlatRun:
     loss: float
     gradient: dict[str, torch.Tensor]
     state_half_life: float | None
+    router_aux_coef: float
+    router_loss: float | None  # part of the loss; None for a model without routers
+    router_margin: float | None  # smallest distance in logits between an expert that is chosen and one that is not
 
 
 def verify(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> dict[str, Any]:
@@ -150,22 +158,31 @@ def run_flat(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> F
         check_supported(model.config)  # before minutes of flat rows
         make_cpu_runnable(model)
         units = spread_units(loss_units(step, config.loss), np.diff(step.flat.row_start), ranks.world)[ranks.rank]
-        log_prob, loss = run_units(model, step, units, config.loss, drawn, ranks.device)
+        shape, routers, coefficient = router_shape(model), None, options.router_aux_coef
+        if shape is not None:
+            coefficient = ROUTER_AUX_COEF if coefficient is None else coefficient
+            rows = [row for unit in units for row in unit]
+            routers = flat_routers(model, step, rows, coefficient, shape, ranks)
+        log_prob, loss = run_units(model, step, units, config.loss, drawn, ranks.device, routers)
         sum_gradients(model.parameters(), ranks)
     log_prob, loss = _sum(log_prob, ranks), float(_sum(np.array([loss]), ranks)[0])
     return FlatRun(
         step=_with_values(step, drawn, log_prob),
         vocab_size=vocab_size,
         log_prob=log_prob,
-        loss=loss,
+        loss=loss if routers is None else loss + routers.loss,
         gradient={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
         state_half_life=state_half_life(model),
+        router_aux_coef=coefficient or 0.0,
+        router_loss=None if routers is None else routers.loss,
+        router_margin=None if routers is None else routers.margin,
     )
 
 
 def verify_tree(flat: FlatRun, options: VerifyOptions, ranks: Ranks) -> dict[str, Any]:
     """Run the tree engine on the same step and compare."""
     started = time.perf_counter()
+    options = replace(options, router_aux_coef=flat.router_aux_coef)
     with _precision(options):
         engine = Engine(options.config(ranks.world, flat.vocab_size), ranks)
         collector = _Collector(flat.step)
@@ -173,6 +190,7 @@ def verify_tree(flat: FlatRun, options: VerifyOptions, ranks: Ranks) -> dict[str
     figures = _figures(flat, collector, ranks)
     worst = gradient_error(engine.model.causal_lm, flat.gradient)
     figures |= {"max_grad_err": worst.error, "worst_tensor": worst.tensor, "state_half_life": flat.state_half_life}
+    figures |= {"router_loss": flat.router_loss, "router_margin": flat.router_margin}
     return _verdict(figures, options, ranks, time.perf_counter() - started)
 
 
