@@ -30,6 +30,7 @@ from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import DevicePack, device_pack
 from cp_engine.placement import PlacedPack, place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
+from cp_engine.routes import check_routes, row_routes
 from cp_engine.schedule import learning_rate
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.packing import Pack
@@ -159,7 +160,10 @@ class Engine:
         rounds = -(-max(1, len(step.packs)) // self.mesh.dp)
         for index, planned in enumerate(self.lookahead.planned(step, begin_upcoming)):
             require_equal_digests(planned.plan.digest, "pack plan", self.ranks, self.mesh.cp)
-            on_device = device_pack(planned.plan, self.mesh.context.group, self.ranks.device)
+            context = self.mesh.context
+            rows = planned.placed.layout.rank_tokens(context.rank)
+            routes = row_routes(step.flat, planned.placed.pack, rows)
+            on_device = device_pack(planned.plan, context.group, self.ranks.device, routes)
             yield planned, on_device, index + 1 == rounds
 
     @torch.no_grad()
@@ -192,7 +196,14 @@ class Engine:
 
     def _prepare(self, rollouts: Sequence[Rollout], loss: LossConfig | None = None) -> StepData:
         check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
-        return prepare_step(rollouts, self.config.packing, loss or self.config.loss, self.shape)
+        check_routes(rollouts, self.routers)
+        loss = loss or self.config.loss
+        if loss.router_aux_coef and any(r.routes is not None for r in rollouts):
+            raise ValueError(
+                f"loss.router_aux_coef is {loss.router_aux_coef}, but the rollouts carry routes: balancing counts the "
+                "router's own choices, which they replace; set it to 0"
+            )
+        return prepare_step(rollouts, self.config.packing, loss, self.shape)
 
     def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan]:
         placed = place_pack(pack, self.config.parallel, self.shape)

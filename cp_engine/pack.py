@@ -29,6 +29,7 @@ class DevicePack:
         group: process group of the CP ranks; None for a single rank.
         token_id, position: int64 [1, n].
         rollouts: int64 [n] rollouts that pass through each row; 0 on a padding row.
+        routes: int64 [MoE layers, n, experts of a token] that routers have to take; None where they choose.
         attention: `AttentionTables`.
         gdn: `GdnTables`, None for a model without GDN layers.
         edges: `EdgeTables` of the E edges that this rank scores.
@@ -37,7 +38,7 @@ class DevicePack:
         occurrence_position: int64 [O] position of the target in the rollout.
     """
 
-    def __init__(self, plan: ShardPlan, group, device: torch.device | str):
+    def __init__(self, plan: ShardPlan, group, device: torch.device | str, routes=None):
         def on_device(array):
             return torch.as_tensor(array, dtype=torch.int64, device=device)
 
@@ -46,6 +47,7 @@ class DevicePack:
         self.token_id = on_device(plan.token_id)[None]
         self.position = on_device(plan.position)[None]
         self.rollouts = on_device(plan.rollouts)
+        self.routes = None if routes is None else on_device(routes)
         self.attention = attention_tables(plan.attention, plan.rank, device)
         self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
         loss = plan.loss
@@ -55,13 +57,18 @@ class DevicePack:
         self.occurrence_position = on_device(loss.occurrence_position)
 
 
-def device_pack(plan: ShardPlan, group=None, device: torch.device | str = "cpu") -> DevicePack:
-    """Put a rank's plan on its device. ``group`` is the process group of the CP ranks, None for a single rank."""
+def device_pack(plan: ShardPlan, group=None, device: torch.device | str = "cpu", routes=None) -> DevicePack:
+    """Put a rank's plan on its device.
+
+    Args:
+        group: process group of the CP ranks; None for a single rank.
+        routes: of the rank's rows (`routes.row_routes`); None where routers choose.
+    """
     world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     assert (plan.world, plan.rank) == (world, rank), (
         f"plan of rank {plan.rank} of {plan.world} on rank {rank} of a group of {world}"
     )
-    return DevicePack(plan, group, device)
+    return DevicePack(plan, group, device, routes)
 
 
 def pack_of(kwargs: dict, layer: str) -> DevicePack:

@@ -14,6 +14,7 @@ from array import array
 import numpy as np
 
 LOGPROB_ROUNDING = 1e-6  # a log-prob this far above 0 is the rounding of a sampler, not an error
+MAX_EXPERTS = 2**15  # expert ids are kept in two bytes
 
 
 class RolloutError(ValueError):
@@ -151,3 +152,38 @@ def logprob_row(value, length: int, field: str, where: str) -> np.ndarray:
         at = int(positive.argmax())
         raise RolloutError(where, field, f"expected log-probs, which are at most 0, got {numbers[at]} at entry {at}")
     return numbers
+
+
+def route_rows(value, length: int, where: str) -> np.ndarray:
+    """int16 [L, MoE layers, k]: the experts of each token in each MoE layer, ascending."""
+    expected = "expected, for each token, one list of expert ids for each MoE layer, all of one length"
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise RolloutError(where, "routes", f"{expected}; got {shown(value)}")
+    try:
+        routes = np.asarray(value)
+    except ValueError:
+        raise RolloutError(where, "routes", f"{expected}; got lists of different lengths") from None
+    check_length(routes, length, "routes", where)
+    if routes.ndim != 3 or routes.dtype.kind not in "iu" or 0 in routes.shape:
+        raise RolloutError(where, "routes", f"{expected}; got an array of {routes.dtype} with shape {routes.shape}")
+    if routes.min() < 0 or routes.max() >= MAX_EXPERTS:
+        bad = routes.min() if routes.min() < 0 else routes.max()
+        raise RolloutError(where, "routes", f"expected expert ids in [0, {MAX_EXPERTS}), got {bad}")
+    routes = np.sort(routes.astype(np.int16), axis=-1)
+    twice = (routes[..., 1:] == routes[..., :-1]).any(axis=(1, 2))
+    if twice.any():
+        at = int(twice.argmax())
+        raise RolloutError(where, "routes", f"expected different experts in each list, got one twice at entry {at}")
+    return routes
+
+
+def route_keys(routes: np.ndarray, share_key: np.ndarray | None) -> np.ndarray:
+    """int64 [N]: equal for two tokens if and only if their routes, and their share keys where given, are equal."""
+    columns = routes.reshape(len(routes), -1).astype(np.uint64)
+    if share_key is not None:
+        columns = np.concatenate([columns, share_key.astype(np.int64).view(np.uint64)[:, None]], axis=1)
+    factors = np.random.default_rng(0).integers(0, 2**64, columns.shape[1], dtype=np.uint64) | np.uint64(1)
+    hashed = (columns * factors).sum(axis=1, dtype=np.uint64)
+    _, first, key = np.unique(hashed, return_index=True, return_inverse=True)
+    assert (columns == columns[first[key]]).all(), "two different routes have one hash"
+    return key.astype(np.int64)

@@ -26,6 +26,8 @@ from cp_engine.rollout_fields import (
     logprob_row,
     mask_row,
     number_row,
+    route_keys,
+    route_rows,
     shown,
     text_label,
 )
@@ -52,6 +54,7 @@ class Rollout:
     ref_logprobs: np.ndarray | None = None  # float64 [L]
     sampler_logprobs: np.ndarray | None = None  # float64 [L]
     share_key: np.ndarray | None = None  # int64 [L]
+    routes: np.ndarray | None = None  # int16 [L, MoE layers, experts of a token]
 
     def __post_init__(self):
         group, name = text_label(self.group, "group"), text_label(self.rollout, "rollout")
@@ -79,6 +82,8 @@ class Rollout:
             checked["share_key"] = check_length(
                 integer_row(self.share_key, "share_key", where), length, "share_key", where
             )
+        if self.routes is not None:
+            checked["routes"] = route_rows(self.routes, length, where)
         for field, value in checked.items():
             object.__setattr__(self, field, value)
 
@@ -155,7 +160,8 @@ class FlatRollouts:
     row_start: np.ndarray  # int64 [R + 1]
     group: np.ndarray  # int64 [R], groups numbered by first appearance
     loss_mask: np.ndarray  # bool [N]
-    share_key: np.ndarray | None  # int64 [N]
+    share_key: np.ndarray | None  # int64 [N]; tells routes apart too
+    routes: np.ndarray | None = None  # int16 [N, MoE layers, experts of a token]
 
     @property
     def rollouts(self) -> int:
@@ -175,26 +181,46 @@ def flatten_rollouts(rollouts: Sequence[Rollout]) -> FlatRollouts:
     """Concatenate the token fields of rollouts; an empty batch gives empty arrays.
 
     Raises:
-        RolloutError: where some rollouts have a share_key and some have none.
+        RolloutError: where some rollouts have a share_key or routes and some have none, or routes of different models.
     """
-    keyed = [r.share_key is not None for r in rollouts]
-    if any(keyed) and not all(keyed):
-        with_key, without = rollouts[keyed.index(True)], rollouts[keyed.index(False)]
-        raise RolloutError(
-            "rollouts",
-            "share_key",
-            "expected it on all rollouts of a batch or on none; "
-            f"{with_key.rollout!r} of group {with_key.group!r} has one, "
-            f"{without.rollout!r} of group {without.group!r} has none",
-        )
+    share_key = _joined([r.share_key for r in rollouts], np.int64) if _all_have("share_key", rollouts) else None
+    routes = _joined_routes(rollouts) if _all_have("routes", rollouts) else None
     group_number: dict[str, int] = {}
     return FlatRollouts(
         token=_joined([r.input_ids for r in rollouts], np.int64),
         row_start=np.concatenate([[0], np.cumsum([r.length for r in rollouts], dtype=np.int64)]).astype(np.int64),
         group=np.array([group_number.setdefault(r.group, len(group_number)) for r in rollouts], np.int64),
         loss_mask=_joined([r.loss_mask for r in rollouts], bool),
-        share_key=_joined([r.share_key for r in rollouts], np.int64) if any(keyed) else None,
+        share_key=share_key if routes is None else route_keys(routes, share_key),
+        routes=routes,
     )
+
+
+def _all_have(field: str, rollouts: Sequence[Rollout]) -> bool:
+    having = [getattr(r, field) is not None for r in rollouts]
+    if any(having) and not all(having):
+        with_it, without = rollouts[having.index(True)], rollouts[having.index(False)]
+        raise RolloutError(
+            "rollouts",
+            field,
+            "expected it on all rollouts of a batch or on none; "
+            f"{with_it.rollout!r} of group {with_it.group!r} has one, "
+            f"{without.rollout!r} of group {without.group!r} has none",
+        )
+    return any(having)
+
+
+def _joined_routes(rollouts: Sequence[Rollout]) -> np.ndarray:
+    sizes = rollouts[0].routes.shape[1:]
+    for rollout in rollouts:
+        if rollout.routes.shape[1:] != sizes:
+            raise RolloutError(
+                f"rollout {rollout.rollout!r} of group {rollout.group!r}",
+                "routes",
+                f"expected {sizes[0]} MoE layers with {sizes[1]} experts for each token, as the first rollout of the "
+                f"batch has, got {rollout.routes.shape[1]} with {rollout.routes.shape[2]}",
+            )
+    return np.concatenate([r.routes for r in rollouts])
 
 
 def _joined(arrays: list[np.ndarray], dtype) -> np.ndarray:

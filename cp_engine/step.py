@@ -64,6 +64,8 @@ class StepData:
         arrays = (self.flat.token, self.flat.row_start, self.flat.loss_mask, self.weight, self.preference)
         for array in (*arrays, self.advantage, self.old_logprob, self.ref_logprob, self.sampler_logprob):
             digest.update(str(len(array)).encode() + np.ascontiguousarray(array).tobytes())
+        if self.flat.routes is not None:
+            digest.update(np.ascontiguousarray(self.flat.routes).tobytes())
         for pack in self.packs:
             digest.update(np.ascontiguousarray(pack.rollouts).tobytes())
         return digest.hexdigest()

@@ -107,6 +107,17 @@ BROKEN = [
     ("share_key", [1, 2], "expected 3 entries, one for each of input_ids, got 2"),
     ("share_key", [1, 2, 0.5], "expected 64-bit integers, got 0.5 (float) at entry 2"),
     ("share_key", 4, "expected a list of integers, got 4 (int)"),
+    (
+        "routes",
+        4,
+        "expected, for each token, one list of expert ids for each MoE layer, all of one length; got 4 (int)",
+    ),
+    ("routes", [[[0, 1]]] * 2, "expected 3 entries, one for each of input_ids, got 2"),
+    ("routes", [[[0, 1]], [[0, 1]], [[0]]], "expected, for each token, one list of expert ids for each MoE layer"),
+    ("routes", [[0, 1]] * 3, "expected, for each token, one list of expert ids for each MoE layer"),
+    ("routes", [[[0.0, 1.0]]] * 3, "expected, for each token, one list of expert ids for each MoE layer"),
+    ("routes", [[[0, 1]], [[0, -1]], [[0, 1]]], "expected expert ids in [0, 32768), got -1"),
+    ("routes", [[[0, 1]], [[0, 1]], [[2, 2]]], "expected different experts in each list, got one twice at entry 2"),
 ]
 for _field in LOGPROB_FIELDS:
     BROKEN += [

@@ -7,6 +7,8 @@ Shapes: N flat tokens, R rows.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 
@@ -15,7 +17,7 @@ from cp_engine.losses.choose import occurrence_loss
 from cp_engine.losses.occurrences import Occurrences
 from cp_engine.losses.rollout_sums import rollout_sum
 from cp_engine.step import StepData
-from cp_engine.verify.flat_routers import FlatRouters
+from cp_engine.verify.flat_routers import FlatRouters, ForcedRoutes
 from cp_engine.verify.values import DrawnValues
 
 
@@ -96,7 +98,12 @@ def _score_row(
     start = int(step.flat.row_start[row])
     ids = torch.as_tensor(step.flat.token[start : index[-1] + 1], device=device)
     target = torch.as_tensor(index - start, device=device)
-    logits = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=target - 1).logits[0]
+    forced = nullcontext()
+    if step.flat.routes is not None:
+        given = step.flat.routes[start : index[-1]].astype(np.int64)
+        forced = ForcedRoutes(torch.as_tensor(given, device=device))
+    with forced:
+        logits = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=target - 1).logits[0]
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     return log_p.gather(1, ids[target, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 

@@ -71,6 +71,24 @@ def row_logits(model, step: StepData, row: int) -> tuple[torch.Tensor, ...]:
     return model(input_ids=ids, use_cache=False, logits_to_keep=1, output_router_logits=True).router_logits
 
 
+class ForcedRoutes(TorchFunctionMode):
+    """The unmodified model with given experts: its routers' top-k yields these, with the router's probabilities.
+
+    Args:
+        routes: int64 [n, M, k] of the row that the model is called with.
+    """
+
+    def __init__(self, routes: torch.Tensor):
+        super().__init__()
+        self.layers = iter(routes.unbind(1))
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.topk:
+            chosen = next(self.layers)
+            return args[0].gather(1, chosen), chosen
+        return func(*args, **(kwargs or {}))
+
+
 class _WideSums(TorchFunctionMode):
     """Float64 where the library starts sums with float32 zeros, for a float64 model."""
 

@@ -24,6 +24,7 @@ from cp_engine.models.routers import router_shape
 from cp_engine.models.support import check_supported
 from cp_engine.placement import PlacedPack
 from cp_engine.rollouts import Rollout
+from cp_engine.routes import check_routes
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData, prepare_step
 from cp_engine.verify.compare import gradient_error
@@ -159,7 +160,8 @@ def run_flat(rollouts: list[Rollout], options: VerifyOptions, ranks: Ranks) -> F
         make_cpu_runnable(model)
         units = spread_units(loss_units(step, config.loss), np.diff(step.flat.row_start), ranks.world)[ranks.rank]
         shape, routers, coefficient = router_shape(model), None, options.router_aux_coef
-        if shape is not None:
+        check_routes(rollouts, shape)
+        if shape is not None and step.flat.routes is None:
             coefficient = ROUTER_AUX_COEF if coefficient is None else coefficient
             rows = [row for unit in units for row in unit]
             routers = flat_routers(model, step, rows, coefficient, shape, ranks)
