@@ -62,8 +62,7 @@ def row_routes(flat: FlatRollouts, pack: Pack, tokens: np.ndarray) -> np.ndarray
         return np.broadcast_to(np.arange(top_k), (layers, 1, top_k)).copy()
     starts = flat.row_start[pack.rollouts]
     of_flat = expand_ranges(starts, flat.row_start[pack.rollouts + 1] - starts)
-    source = np.empty(
-        pack.forest.tokens, np.int64
-    )  # one of the flat tokens that share a tree token: all have its route
+    # One of the flat tokens that share a tree token; all of them have its route.
+    source = np.empty(pack.forest.tokens, np.int64)
     source[pack.forest.flat_to_tree()] = of_flat
     return flat.routes[source[tokens]].transpose(1, 0, 2).astype(np.int64)

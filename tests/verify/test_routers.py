@@ -58,7 +58,7 @@ def test_the_oracle_is_the_models_own_loss_of_one_padded_batch(model):
         routers = flat_routers(hf, step, list(range(len(length))), 0.1, router_shape(hf), ONE)
         for row in range(len(length)):
             routers.backward_row(hf, step, row)
-    assert routers.loss == pytest.approx(0.1 * float(out.aux_loss), rel=1e-14)
+    assert routers.loss == pytest.approx(0.1 * float(out.aux_loss.detach()), rel=1e-14)
     assert any("gate" in name for name in expected) and any("embed" in name for name in expected)
     for name, parameter in hf.named_parameters():
         if name in expected:
@@ -113,8 +113,8 @@ def own_rank_only():
 def shared_tokens_once():
     made = DevicePack.__init__
 
-    def once(self, plan, group, device):
-        made(self, plan, group, device)
+    def once(self, *args):
+        made(self, *args)
         self.rollouts = self.rollouts.clamp(max=1)
 
     return mock.patch.object(DevicePack, "__init__", once)
@@ -123,8 +123,8 @@ def shared_tokens_once():
 def padding_counts():
     made = DevicePack.__init__
 
-    def counted(self, plan, group, device):
-        made(self, plan, group, device)
+    def counted(self, *args):
+        made(self, *args)
         self.rollouts = self.rollouts.clamp(min=1)
 
     return mock.patch.object(DevicePack, "__init__", counted)

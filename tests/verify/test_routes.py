@@ -54,8 +54,14 @@ def verify_routed(model: str, layout: str) -> dict:
         return verify_tree(flat, options(model), this_rank())
 
 
-@pytest.mark.parametrize("model", LAYERS)
-@pytest.mark.parametrize(("world", "layout"), [(1, "balanced"), (2, "balanced"), (3, "crowded")])
+@pytest.mark.parametrize(
+    ("model", "world", "layout"),
+    [
+        *((model, 1, "balanced") for model in LAYERS),
+        ("tiny-qwen3-moe", 2, "balanced"),
+        ("tiny-qwen3-next", 3, "crowded"),
+    ],
+)
 def test_tree_equals_flat_rows_with_the_same_experts(model, world, layout):
     result = on_ranks(world, verify_routed, model, layout)
     assert result["ok"] and result["packs"] > 1, result["reasons"]
