@@ -108,8 +108,8 @@ class ZeroModel(DistributedModel):
         if self.stage == 3:
             _read_outside_their_module(tree)
 
-    def __call__(self, pack, temperature=1.0):
-        return self.engine(pack, temperature=temperature)
+    def __call__(self, pack, temperature=1.0, outputs="edges"):
+        return self.engine(pack, temperature=temperature, outputs=outputs)
 
     def backward(self, loss, last):
         # It averages over all ranks, and the loss of a step is a sum over them.
