@@ -59,6 +59,29 @@ def test_overrides_replace_values(tmp_path):
         ({"model": {"path": "x"}, "loss": {"kl_estimator": "k1"}}, "kl_estimator has no effect while kl_coef is 0"),
         ({"model": {"path": "x"}, "loss": {"sum_norm": 3}}, "sum_norm is used by aggregation seq-mean-token-sum-norm"),
         ({"model": {"path": "x"}, "loss": {"clip": 0.1}}, "unknown key 'loss.clip'; did you mean 'clip_low'?"),
+        (
+            {"model": {"path": "x"}, "engine": {"name": "deepspeed"}},
+            "engine: stage is set for deepspeed and only for it; name is deepspeed, stage is None",
+        ),
+        ({"model": {"path": "x"}, "engine": {"name": "fsdp2", "stage": 3}}, "name is fsdp2, stage is 3"),
+        (
+            {"model": {"path": "x"}, "engine": {"name": "deepspeed", "stage": 3, "shard": "node"}},
+            "shard: node is a setting of fsdp2, and name is deepspeed",
+        ),
+        ({"model": {"path": "x"}, "engine": {"offload": "cpu"}}, "offload: cpu needs sharded optimizer states"),
+        (
+            {"model": {"path": "x"}, "engine": {"name": "deepspeed", "stage": 2, "persistence_threshold": 0}},
+            "persistence_threshold is a setting of deepspeed stage 3",
+        ),
+        (
+            {"model": {"path": "x"}, "optimizer": {"name": "sgd", "eps": 1e-6}},
+            "betas and eps are settings of adamw, and name is sgd",
+        ),
+        (
+            {"model": {"path": "x"}, "optimizer": {"final_lr": 1e-6}},
+            "final_lr is a setting of the linear and cosine schedules, and schedule is constant",
+        ),
+        ({"model": {"path": "x"}, "lora": {"rank": 3}}, "unknown key 'lora.rank'"),
         ({}, "model: Field required"),
     ],
 )

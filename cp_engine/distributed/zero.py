@@ -64,6 +64,7 @@ def zero_settings(config: Config) -> dict[str, Any]:
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": low},
         "fp16": {"enabled": False},
         "zero_optimization": zero,
@@ -213,6 +214,10 @@ def _check(tree: TreeCausalLM, whole: list[nn.Parameter], config: Config) -> Non
         raise ValueError(
             "engine.name: deepspeed casts the decays of Gated DeltaNet layers to bfloat16, where rounding moves their "
             "states; use fsdp2, or dtype: float32"
+        )
+    if config.dtype == "bfloat16" and config.engine.stage == 0:
+        raise ValueError(
+            "engine.stage: 0 would update bfloat16 weights without float32 masters; use 1, 2 or 3, or plain"
         )
     head = tree.causal_lm.get_output_embeddings()
     if config.engine.stage == 3 and any(module is head for _, module in lora_layers(tree.causal_lm)):

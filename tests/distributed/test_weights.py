@@ -50,9 +50,13 @@ def plain():
     return trained(10, ADAM | mesh(1, 1))
 
 
-@pytest.mark.parametrize("engine", [{"name": "plain"}, {"name": "fsdp2"}, {"name": "fsdp2", "offload": "cpu"}], ids=str)
-def test_ten_adamw_steps_end_at_the_same_weights(plain, engine):
-    figures, weights = run_ranks(4, trained, 10, ADAM | mesh(2, 2, **engine))[0]
+@pytest.mark.parametrize(
+    ("dp", "cp", "engine"),
+    [(2, 2, {"name": "fsdp2"}), (1, 2, {"name": "plain"}), (2, 1, {"name": "fsdp2", "offload": "cpu"})],
+    ids=str,
+)
+def test_ten_adamw_steps_end_at_the_same_weights(plain, dp, cp, engine):
+    figures, weights = run_ranks(dp * cp, trained, 10, ADAM | mesh(dp, cp, **engine))[0]
     assert largest_error(weights, plain[1]) < 1e-9
     for (loss, lr), (true_loss, true_lr) in zip(figures, plain[0], strict=True):
         assert loss == pytest.approx(true_loss, rel=1e-9) and lr == true_lr

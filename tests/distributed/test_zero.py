@@ -123,3 +123,53 @@ def lost_step(stage: int):
 @pytest.mark.parametrize("stage", range(4))
 def test_a_gradient_that_is_not_finite_is_skipped(stage):
     assert run_ranks(1, lost_step, stage) == [(True, 0.0, False)]
+
+
+BF16 = {"model": {"path": "tiny-qwen3", "vocab_size": 36}, "dtype": "bfloat16", "optimizer": {"lr": 1e-4}}
+
+
+def bfloat16_steps(sections: dict):
+    engine = Engine(tiny_config(BF16 | {"parallel": {"dp": 2}} | sections), this_rank())
+    figures = [engine.train_step(sample()) for _ in range(3)]
+    return [(f["loss"], f["grad_norm"]) for f in figures], {tensor.dtype for tensor in weights_of(engine).values()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_steps_follow_those_of_fsdp2(stage):
+    truth, found = (run_ranks(2, bfloat16_steps, {"engine": e})[0] for e in ({"name": "fsdp2"}, zero(stage)))
+    np.testing.assert_allclose(found[0], truth[0], rtol=2e-2)
+    assert found[1] == truth[1] == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"dtype": "float64"}, "deepspeed has no float64; use plain or fsdp2"),
+        ({"dtype": "bfloat16"}, "casts the decays of Gated DeltaNet layers to bfloat16"),
+        (BF16 | {"engine": zero(0)}, "stage: 0 would update bfloat16 weights without float32 masters"),
+        (
+            {"dtype": "float32", "engine": zero(3), "lora": {"targets": ["lm_head", "q_proj"]}},
+            "with deepspeed stage 3 the head cannot have an adapter",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(sections, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_config({"engine": zero(1)} | sections), this_rank())
+
+
+def adapters(sections: dict):
+    engine = Engine(tiny_config(SGD | {"lora": {"r": 3}, "parallel": {"cp": 2}} | sections), this_rank())
+    figures = [engine.train_step(sample()) for _ in range(2)]
+    return [(f["loss"], f["grad_norm"]) for f in figures], weights_of(engine)
+
+
+def several_adapters(engines: list[dict]):
+    return [adapters({"engine": engine}) for engine in engines]
+
+
+def test_adapters_are_trained_and_merged_as_in_plain():
+    truth, *others = run_ranks(2, several_adapters, [{"name": "plain"}, zero(2), zero(3)])[0]
+    for figures, weights in others:
+        np.testing.assert_allclose(figures, truth[0], rtol=BOUND)
+        assert largest_error(weights, truth[1]) <= BOUND
