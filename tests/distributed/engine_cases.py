@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,7 +41,8 @@ def flat_oracle(**fields) -> FlatRun:
 
 
 def case_config(flat: FlatRun, fields: dict, sections: dict) -> Config:
-    base = options(**fields).config(1, flat.vocab_size).model_dump()
+    of_flat = replace(options(**fields), router_aux_coef=flat.router_aux_coef)
+    base = of_flat.config(1, flat.vocab_size).model_dump()
     return Config.model_validate(base | sections)
 
 

@@ -64,6 +64,14 @@ def test_losses_over_whole_rollouts_on_a_mesh(loss):
     judged(results, coupled)
 
 
+def test_experts_and_their_routers_loss_with_sharded_weights():
+    fields = {"model": "tiny-qwen3.5-moe"}
+    experts = flat_oracle(**fields)
+    assert experts.router_aux_coef > 0
+    sections = {"parallel": {"dp": 2, "cp": 2}, "engine": {"name": "fsdp2"}}
+    judged(run_ranks(4, gradients, experts, fields, sections), experts)
+
+
 def bfloat16_steps(sections: dict):
     """Losses of three steps in bfloat16, dtypes of the streamed weights, and log-probs."""
     engine = Engine(tiny_config({"dtype": "bfloat16", "optimizer": {"lr": 1e-4}} | sections), this_rank())
@@ -125,3 +133,19 @@ def test_logprobs_on_a_mesh_follow_the_weights():
         for found, expected in zip(run_ranks(4, logprobs_between_steps, sections)[3], alone, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-9)
     assert np.nanmax(np.abs(alone[1] - alone[0])) > 1e-2
+
+
+def adapter_steps(sections: dict):
+    engine = Engine(
+        tiny_config({"dtype": "bfloat16", "lora": {"r": 4}, "optimizer": {"lr": 1e-2}} | sections), this_rank()
+    )
+    losses = [engine.train_step(sample())["loss"] for _ in range(4)]
+    return losses, {tensor.dtype for _, tensor in engine.named_full_weights(adapter=True)}
+
+
+def test_bfloat16_adapters_learn_on_a_frozen_sharded_model():
+    plain, sharded = (
+        run_ranks(2, adapter_steps, {"parallel": {"dp": 2}, "engine": {"name": name}})[0] for name in ("plain", "fsdp2")
+    )
+    np.testing.assert_allclose(sharded[0], plain[0], rtol=2e-2)
+    assert plain[0][-1] < plain[0][0] - 0.02 and sharded[1] == plain[1] == {torch.bfloat16}
