@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+import cp_engine.lookahead
+from cp_engine.distributed.fsdp2 import Fsdp2Model
 from cp_engine.distributed.mesh import shard_mesh
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
@@ -48,6 +50,29 @@ def test_gradients_are_those_of_flat_rows(flat, name, dp, cp):
     judged(results, flat)
     packs = len(flat.step.packs)
     assert packs == 3 and sum(empty for _, empty, _ in results) == cp * (-packs % dp)
+
+
+def faulty_gradients(fault: str, *args):
+    """`gradients` of an engine with a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "averaged":
+            patch.setattr(Fsdp2Model, "backward", lambda model, loss, last: loss.backward())
+        elif fault == "own packs only":
+            patch.setattr("cp_engine.distributed.plain.sum_gradients", lambda parameters, ranks: None)
+        else:  # every group gets the first group's packs
+            deal = cp_engine.lookahead.deal_packs
+            patch.setattr("cp_engine.lookahead.deal_packs", lambda packs, dp: deal(packs, dp)[:1] * dp)
+        return gradients(*args)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [("averaged", "fsdp2"), ("own packs only", "plain"), ("same packs twice", "plain")]
+)
+def test_planted_faults_are_seen(flat, fault, name):
+    sections = {"parallel": {"dp": 2}, "engine": {"name": name}}
+    results = run_ranks(2, faulty_gradients, fault, flat, {}, sections)
+    for _, _, found in results:
+        assert gradient_error(_Given(found), flat.gradient).error > 1e-2
 
 
 def test_shards_within_a_machine_are_replicated_over_machines(flat):
