@@ -54,6 +54,9 @@ class ParallelConfig(_Section):
     """MiB of exchange buffers that one attention layer may hold on a rank; auto takes an exchange that keeps to it."""
     gdn_exchange: Literal["affine", "ulysses"] = "affine"
     """How Gated DeltaNet states cross ranks."""
+    gdn_layout: Literal["auto", "same", "own"] = "auto"
+    """Which rank owns which tokens in Gated DeltaNet layers: the same as in all others, or other ones, between which
+    hidden states move before and after every run of such layers. auto takes what is predicted faster for each pack."""
     timeout_s: int = Field(600, ge=1)
     """Seconds a rank waits for the others in a collective before it fails."""
 
@@ -66,6 +69,15 @@ class ParallelConfig(_Section):
             )
         if self.ulysses_ranks is not None and self.cp % self.ulysses_ranks:
             raise ValueError(f"ulysses_ranks must divide cp; got ulysses_ranks {self.ulysses_ranks} and cp {self.cp}")
+        return self
+
+    @model_validator(mode="after")
+    def _own_layout_is_of_states(self) -> ParallelConfig:
+        if self.gdn_layout == "own" and self.gdn_exchange == "ulysses":
+            raise ValueError(
+                "gdn_layout: own keeps states from crossing ranks, and with gdn_exchange: ulysses none do; use "
+                "gdn_exchange: affine or gdn_layout: same"
+            )
         return self
 
     @model_validator(mode="after")

@@ -141,10 +141,10 @@ class Engine:
         Gradients of one pack depend on how often each expert is chosen in all packs, so the routers of the others run
         ahead; those of the first one tell when it is trained.
         """
-        coefficient, top_k = self.config.loss.router_aux_coef, self.routers.top_k
-        balance = RouterBalance(coefficient, top_k, step.flat_tokens, self.ranks.group)
+        coefficient = self.config.loss.router_aux_coef
+        balance = RouterBalance(coefficient, self.routers, step.flat_tokens, self.ranks.group)
         for pack in packs[1:]:
-            balance.count(self.distributed(pack, outputs="routers"), pack.rollouts)
+            balance.count(self.distributed(pack, outputs="routers"), pack)
         self.distributed.after_forward()
         return balance
 
@@ -161,9 +161,13 @@ class Engine:
         for index, planned in enumerate(self.lookahead.planned(step, begin_upcoming)):
             require_equal_digests(planned.plan.digest, "pack plan", self.ranks, self.mesh.cp)
             context = self.mesh.context
-            rows = planned.placed.layout.rank_tokens(context.rank)
-            routes = row_routes(step.flat, planned.placed.pack, rows)
-            on_device = device_pack(planned.plan, context.group, self.ranks.device, routes)
+            placed = planned.placed
+            layouts = (placed.layout, placed.gdn_layout)
+            routes = [
+                None if layout is None else row_routes(step.flat, placed.pack, layout.rank_tokens(context.rank))
+                for layout in layouts
+            ]
+            on_device = device_pack(planned.plan, context.group, self.ranks.device, *routes)
             yield planned, on_device, index + 1 == rounds
 
     @torch.no_grad()

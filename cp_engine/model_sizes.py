@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from cp_engine.sharding.cost import PRESETS, ModelShape
@@ -99,6 +100,7 @@ def sizes_of_config(config: dict, where: str) -> ModelSizes:
         # A shape holds one head size: that of a square state with as many elements.
         sizes = {
             "gdn_layers": recurrent,
+            "gdn_runs": sum(kind == "linear_attention" for kind, _ in groupby(kinds)),
             "gdn_key_heads": field("linear_num_key_heads"),
             "gdn_value_heads": field("linear_num_value_heads"),
             "gdn_head_dim": math.isqrt(state),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from cp_engine.kernels.logprob import edge_tables
 from cp_engine.layers.attention import attention_tables
 from cp_engine.layers.gdn import gdn_tables
+from cp_engine.sharding.exchange.relay import relay_tables
 from cp_engine.sharding.plan import ShardPlan
 
 PACK_KEYWORD = "tree_pack"  # the keyword of ``model(...)`` under which a pack travels to every layer
@@ -29,16 +30,19 @@ class DevicePack:
         group: process group of the CP ranks; None for a single rank.
         token_id, position: int64 [1, n].
         rollouts: int64 [n] rollouts that pass through each row; 0 on a padding row.
+        gdn_rollouts: int64 [m] the same for rows of the layout of the GDN layers.
         routes: int64 [MoE layers, n, experts of a token] that routers have to take; None where they choose.
+        gdn_routes: int64 [MoE layers, m, experts of a token], the same for rows of the layout of the GDN layers.
         attention: `AttentionTables`.
         gdn: `GdnTables`, None for a model without GDN layers.
+        relay: `RelayTables` into the layout of the GDN layers, None where that is the one of all other layers.
         edges: `EdgeTables` of the E edges that this rank scores.
         occurrence_edge: int64 [O] index into the edges.
         occurrence_rollout: int64 [O] rollout of the pack.
         occurrence_position: int64 [O] position of the target in the rollout.
     """
 
-    def __init__(self, plan: ShardPlan, group, device: torch.device | str, routes=None):
+    def __init__(self, plan: ShardPlan, group, device: torch.device | str, routes=None, gdn_routes=None):
         def on_device(array):
             return torch.as_tensor(array, dtype=torch.int64, device=device)
 
@@ -47,9 +51,12 @@ class DevicePack:
         self.token_id = on_device(plan.token_id)[None]
         self.position = on_device(plan.position)[None]
         self.rollouts = on_device(plan.rollouts)
+        self.gdn_rollouts = on_device(plan.gdn_rollouts)
         self.routes = None if routes is None else on_device(routes)
+        self.gdn_routes = self.routes if gdn_routes is None else on_device(gdn_routes)
         self.attention = attention_tables(plan.attention, plan.rank, device)
         self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
+        self.relay = None if plan.relayout is None else relay_tables(plan.relayout, device)
         loss = plan.loss
         self.edges = edge_tables(loss.predictor_row, loss.edge_predictor, loss.edge_target, device)
         self.occurrence_edge = on_device(loss.occurrence_edge)
@@ -57,18 +64,22 @@ class DevicePack:
         self.occurrence_position = on_device(loss.occurrence_position)
 
 
-def device_pack(plan: ShardPlan, group=None, device: torch.device | str = "cpu", routes=None) -> DevicePack:
+def device_pack(
+    plan: ShardPlan, group=None, device: torch.device | str = "cpu", routes=None, gdn_routes=None
+) -> DevicePack:
     """Put a rank's plan on its device.
 
     Args:
         group: process group of the CP ranks; None for a single rank.
         routes: of the rank's rows (`routes.row_routes`); None where routers choose.
+        gdn_routes: of its rows in the layout of the GDN layers, where that is another one.
     """
     world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     assert (plan.world, plan.rank) == (world, rank), (
         f"plan of rank {plan.rank} of {plan.world} on rank {rank} of a group of {world}"
     )
-    return DevicePack(plan, group, device, routes)
+    assert routes is None or (gdn_routes is None) == (plan.relayout is None), "routes of one of two layouts"
+    return DevicePack(plan, group, device, routes, gdn_routes)
 
 
 def pack_of(kwargs: dict, layer: str) -> DevicePack:

@@ -28,6 +28,7 @@ class PlanSettings:
     share: str = "batch"
     max_pack_tokens: int | None = None
     layout: str = "balanced"
+    gdn_layout: str = "auto"
     exchange: str = "auto"
 
 
@@ -51,7 +52,7 @@ def plan_packs(flat: FlatRollouts, settings: PlanSettings) -> list[PlannedPack]:
     """Pack a batch, place every pack and choose its exchange.
 
     Raises:
-        ValueError: for a rollout over the budget, or an exchange asked for by name that cannot run.
+        ValueError: for a rollout over the budget, or an exchange or a layout asked for by name that cannot be.
     """
     packs = pack_rollouts(
         flat.token,
@@ -66,10 +67,11 @@ def plan_packs(flat: FlatRollouts, settings: PlanSettings) -> list[PlannedPack]:
 
 
 def _planned(pack: Pack, settings: PlanSettings) -> PlannedPack:
-    placement = place(pack.forest, settings.cp, settings.layout, settings.model.shape, settings.machine)
+    model = settings.model.shape
+    placement = place(pack.forest, settings.cp, settings.layout, model, settings.machine, settings.gdn_layout)
     # The pack with its forest in the order that the layout wants, so that nobody mixes up the two.
     pack = replace(pack, forest=placement.forest)
-    predictor = Predictor(placement, settings.model.shape)
+    predictor = Predictor(placement, model)
     times = predictor.times(settings.machine)
     refused = dict(predictor.refused)
     if settings.exchange in refused:
@@ -87,8 +89,7 @@ def _planned(pack: Pack, settings: PlanSettings) -> PlannedPack:
 
 def _short_of_memory(placement: Placement, times: dict[str, ExchangeTime], settings: PlanSettings) -> dict[str, str]:
     """Why the buffers of an exchange do not fit on the fullest GPU, beside everything else."""
-    most = int(placement.figures.tokens.max())
-    others = sum(memory_bytes(most, 0, settings.model, settings.cp).values())
+    others = sum(memory_bytes(placement.most_tokens, 0, settings.model, settings.cp).values())
     free = settings.machine.memory_bytes - others
     return {
         name: f"its buffers of {_gib(each.buffer_bytes):.1f} GiB do not fit beside {_gib(others):.1f} GiB of the rest"
@@ -152,9 +153,7 @@ def _predicted(flat: FlatRollouts, planned: list[PlannedPack], settings: PlanSet
     exposed = sum(each.time.exposed for each in planned)
     alone = sum(one_gpu_time(each.pack.forest, model.shape, machine) for each in planned)
     flat_alone = flat_time(np.diff(flat.row_start), model.shape, machine)
-    held = [
-        memory_bytes(int(each.placement.figures.tokens.max()), each.time.buffer_bytes, model, cp) for each in planned
-    ]
+    held = [memory_bytes(each.placement.most_tokens, each.time.buffer_bytes, model, cp) for each in planned]
     fullest = max(held, key=lambda parts: sum(parts.values()))
     return {
         "model": model.name,
@@ -195,6 +194,7 @@ def _pack_report(planned: PlannedPack) -> dict:
         "token_imbalance": imbalance(figures.tokens),
         "pair_imbalance": imbalance(figures.pairs),
         "layout_method": planned.placement.method,
+        "gdn_layout": None if planned.time.gdn is None else _gdn_layout(planned.placement),
         "exchange": planned.chosen,
         "exchange_reason": planned.reason,
         "predicted": {
@@ -210,10 +210,27 @@ def _pack_report(planned: PlannedPack) -> dict:
     }
 
 
+def _gdn_layout(placement: Placement) -> dict:
+    """The layout of recurrent layers where it is another one: rows of hidden states that each rank receives and sends
+    at the borders of a run."""
+    own = placement.gdn
+    if own is None:
+        return {"own": False, "reason": placement.gdn_reason}
+    others = own.moved - np.diag(own.moved.diagonal())
+    return {
+        "own": True,
+        "reason": placement.gdn_reason,
+        "method": own.method,
+        "tokens": own.tokens.tolist(),
+        "rows_in": others.sum(1).tolist(),
+        "rows_out": others.sum(0).tolist(),
+    }
+
+
 def _layers(time_of: ExchangeTime) -> dict:
-    """Milliseconds of one layer of each type on its slowest rank."""
+    """Milliseconds of one layer of each type on its slowest rank, and of the moves around one run of GDN layers."""
     found = {}
-    for name, parts in (("attention", time_of.attention), ("gdn", time_of.gdn)):
+    for name, parts in (("attention", time_of.attention), ("gdn", time_of.gdn), ("relay", time_of.relay)):
         if parts is not None:
             slow = [(part, int(part.total.argmax())) for part in parts]
             found[name] = {
@@ -226,8 +243,8 @@ def _layers(time_of: ExchangeTime) -> dict:
 
 
 def rank_fragments(placement: Placement) -> np.ndarray:
-    """int64 [P]: contiguous parts of one segment on one rank."""
-    layout = placement.layout
+    """int64 [P]: contiguous parts of one segment on one rank, in recurrent layers if they have their own layout."""
+    layout = placement.layout if placement.gdn is None else placement.gdn.layout
     start = np.union1d(placement.forest.segment_start, layout.piece_start)[:-1]
     piece = np.searchsorted(layout.piece_start, start, side="right") - 1
     return np.bincount(layout.piece_rank[piece], minlength=layout.world)

@@ -12,6 +12,11 @@ from cp_engine.scaling import LIMITS, WEAK_TOKENS, ScalingRow
 RANK_COLUMNS = ("tokens", "pairs", "pieces", "fragments", "rows_in", "rows_out")
 MOST_RANKS = 32  # ranks that get a line each; of more ranks only the smallest, mean and largest figures are shown
 SWEEP_COLUMNS = ("GiB", "step ms", "exposed ms", "speed-up", "efficiency")
+_LAYER_NAMES = {
+    "attention": "one attention layer",
+    "gdn": "one gdn layer",
+    "relay": "moving hidden states around one run of gdn layers",
+}
 FILE_WIDTH = 160  # characters of a line where the output is no terminal
 
 
@@ -28,7 +33,12 @@ def print_plan(report: dict) -> None:
             f"pack {index}: {pack['tree_tokens']:,} tree tokens, layout {pack['layout_method']}, max over mean "
             f"{pack['token_imbalance']:.3f} in tokens, {pack['pair_imbalance']:.3f} in pairs"
         )
-        _print(console, title, _rank_table(pack), pack["exchange_reason"])
+        gdn = pack["gdn_layout"]
+        notes = []
+        if gdn is not None:
+            title += "; GDN layers have a layout of their own" if gdn["own"] else ""
+            notes = [f"GDN layers: {gdn['reason']}"]
+        _print(console, title, _rank_table(pack), pack["exchange_reason"], *notes)
     predicted = report["predicted"]
     scaled = "" if predicted["device_measured"] else ", scaled from the H200"
     where = "one host" if predicted["nodes"] == 1 else f"{predicted['nodes']} hosts of {predicted['gpus_per_node']}"
@@ -63,7 +73,7 @@ def _prediction_table(predicted: dict, packs: list[dict]) -> Table:
     for index, pack in enumerate(packs):
         for kind, layer in pack["predicted"]["layers"].items():
             table.add_row(
-                f"pack {index}: one {kind} layer, forward + backward",
+                f"pack {index}: {_LAYER_NAMES[kind]}, forward + backward",
                 f"{layer['forward_ms']:,.3f} + {layer['backward_ms']:,.3f} ms, "
                 f"{layer['exposed_ms']:,.3f} of it exposed exchange",
             )

@@ -18,19 +18,22 @@ from cp_engine.sharding.attention_plan import EXCHANGES
 from cp_engine.sharding.cost import (
     ACCUMULATION_BYTES,
     MIB,
+    Costs,
     LayerTime,
     ModelShape,
     affine_time,
     gather_time,
     head_groups,
     kernel_time,
+    recurrent_time,
+    relay_time,
     token_time,
 )
 from cp_engine.sharding.exchange_choice import MERGE_PASSES, choose_exchange
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.gdn_layout import GdnLayout, place_layers
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import CHUNK, TILE, Figures, RecurrentFigures, Survey, measure, traffic
-from cp_engine.sharding.search import balanced_layout
 
 EXCHANGE_CHOICES = ("auto", *EXCHANGES)
 LAYOUT_CHOICES = ("balanced", "contiguous")
@@ -49,19 +52,34 @@ class Placement:
     layout: Layout
     method: str
     figures: Figures
+    gdn: GdnLayout | None = None  # the layout of the recurrent layers, where it is another one
+    gdn_reason: str = ""  # why it is, or is not
+
+    @property
+    def most_tokens(self) -> int:
+        """Of any rank in any layer."""
+        most = int(self.figures.tokens.max())
+        return most if self.gdn is None else max(most, int(self.gdn.tokens.max()))
 
     @property
     def world(self) -> int:
         return self.layout.world
 
 
-def place(forest: Forest, cp: int, layout: str, model: ModelShape, machine: Machine) -> Placement:
-    """Place a forest that has tokens; ``layout`` is one of `LAYOUT_CHOICES`."""
-    if layout == "balanced":
-        placed = balanced_layout(forest, cp, model=model, costs=machine.costs)
-        return Placement(placed.forest, Survey(placed.forest), placed.layout, placed.method, placed.figures)
-    survey, chosen = Survey(forest), contiguous_layout(forest, cp)
-    return Placement(forest, survey, chosen, "contiguous", measure(survey, chosen))
+def place(
+    forest: Forest, cp: int, layout: str, model: ModelShape, machine: Machine, gdn_layout: str = "auto"
+) -> Placement:
+    """Place a forest that has tokens; ``layout`` is one of `LAYOUT_CHOICES`, ``gdn_layout`` of `GDN_LAYOUTS`.
+
+    Raises:
+        ValueError: for ``own`` layouts of GDN layers in a model without any.
+    """
+    costs = _shared_link(machine, cp).costs
+    balanced = layout == "balanced"
+    placed = place_layers(forest, cp, model=model, costs=costs, balanced=balanced, gdn_layout=gdn_layout)
+    return Placement(
+        placed.forest, placed.survey, placed.layout, placed.method, placed.figures, placed.own, placed.reason
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +90,14 @@ class ExchangeTime:
     shape: ModelShape
     attention: Directions
     gdn: Directions | None
+    relay: Directions | None  # hidden states into the layout of one run of recurrent layers and back
     buffer_bytes: int  # of the exchange, most on any rank, one layer at a time
 
     def layers(self) -> list[tuple[int, LayerTime]]:
         """Each direction of each type of layer, with how many layers there are."""
         found = [(self.shape.attention_layers, part) for part in self.attention]
-        return found + [(self.shape.gdn_layers, part) for part in self.gdn or ()]
+        found += [(self.shape.gdn_layers, part) for part in self.gdn or ()]
+        return found + [(self.shape.gdn_runs, part) for part in self.relay or ()]
 
     @property
     def step(self) -> int:
@@ -110,16 +130,26 @@ class Predictor:
 
     def times(self, machine: Machine) -> dict[str, ExchangeTime]:
         """Each exchange that can run; on one rank they are the same, since nothing moves."""
-        world, figures = self.placement.world, self.placement.figures
+        world = self.placement.world
         shared = _shared_link(machine, world)
-        gdn = affine_time(figures, self.model, shared.costs) if self.model.gdn_layers else None
+        gdn, relay = self._recurrent(shared.costs)
         if world == 1:
             found = dict.fromkeys(EXCHANGES, self._gather(machine))
         else:
             found = {"gather": self._gather(machine), "ring": self._ring(machine)}
             if "ulysses" not in self.refused:
                 found["ulysses"] = self._ulysses(shared)
-        return {name: ExchangeTime(name, self.model, time, gdn, held) for name, (time, held) in found.items()}
+        return {name: ExchangeTime(name, self.model, time, gdn, relay, held) for name, (time, held) in found.items()}
+
+    def _recurrent(self, costs: Costs) -> tuple[Directions | None, Directions | None]:
+        """One recurrent layer, and the moves around a run of them."""
+        own = self.placement.gdn
+        if not self.model.gdn_layers:
+            return None, None
+        if own is None:
+            return affine_time(self.placement.figures, self.model, costs), None
+        time = recurrent_time(own.tokens, own.recurrent, self.model, costs)
+        return time, relay_time(own.moved, self.model, costs)
 
     def _gather(self, machine: Machine) -> tuple[Directions, int]:
         figures, model, costs = self.placement.figures, self.model, machine.costs
@@ -234,7 +264,7 @@ def flat_time(length: np.ndarray, model: ModelShape, machine: Machine) -> int:
 
 def _step_alone(figures: Figures, model: ModelShape, machine: Machine) -> int:
     gdn = affine_time(figures, model, machine.costs) if model.gdn_layers else None
-    return ExchangeTime("gather", model, gather_time(figures, model, machine.costs), gdn, 0).step
+    return ExchangeTime("gather", model, gather_time(figures, model, machine.costs), gdn, None, 0).step
 
 
 def memory_bytes(tokens: int, buffers: int, model: ModelSizes, world: int) -> dict[str, int]:

@@ -98,11 +98,10 @@ def sweep(flat: FlatRollouts, counts: list[int], settings: PlanSettings) -> Iter
 
 def _rows(scaling: str, forest: Forest, cp: int, settings: PlanSettings) -> Iterator[ScalingRow]:
     machine, model = settings.machine, settings.model.shape
-    placement = place(forest, cp, settings.layout, model, machine)
+    placement = place(forest, cp, settings.layout, model, machine, settings.gdn_layout)
     predictor = Predictor(placement, model)
     steps = [predictor.times(each) for each in (machine, machine.with_instant_links(), machine.with_free_links())]
     alone = one_gpu_time(placement.forest, model, machine)
-    most = int(placement.figures.tokens.max())
     same = {"scaling": scaling, "cp": cp, "hosts": machine.hosts(cp), "tree_tokens": forest.tokens}
     asked = EXCHANGES if settings.exchange == "auto" else (settings.exchange,)
     for name in asked[:1] if cp == 1 else asked:  # on one rank nothing moves, whatever the exchange
@@ -128,7 +127,7 @@ def _rows(scaling: str, forest: Forest, cp: int, settings: PlanSettings) -> Iter
             efficiency=efficiency,
             lost={kind: value / step for kind, value in lost.items()},
             limit="none" if efficiency >= WELL else worst,
-            memory_gib=sum(memory_bytes(most, full.buffer_bytes, settings.model, cp).values()) / 2**30,
+            memory_gib=sum(memory_bytes(placement.most_tokens, full.buffer_bytes, settings.model, cp).values()) / 2**30,
             pair_imbalance=imbalance(placement.figures.pairs),
             busiest_rows=placement.figures.busiest_rows,
         )

@@ -201,7 +201,7 @@ def pack_loss(
     total = (weight[device_pack.occurrence_rollout] * result.loss).sum()
     router_loss = None
     if balance is not None:
-        router_loss = balance.loss(tuple(router_logits), device_pack.rollouts, dtype)
+        router_loss = balance.loss(tuple(router_logits), device_pack, dtype)
         total, router_loss = total + router_loss, router_loss.detach()
     return PackLoss(total, log_prob.detach(), entropy.detach(), result, router_loss)
 

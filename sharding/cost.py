@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_engine.sharding.measure import CHUNK, TILE, Figures
+from cp_engine.sharding.measure import CHUNK, TILE, Figures, RecurrentFigures
 
 MIB = 1 << 20
+RELAY_LAUNCHES = 5  # kernels that pack and place the rows of one border
 ACCUMULATION_BYTES = 4  # states and returned gradients travel in float32
 
 
@@ -65,7 +66,7 @@ H200 = Costs()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes that a layer's time depends on. A model without recurrent layers has ``gdn_layers`` 0."""
+    """Sizes that a layer's time depends on. A model without recurrent layers has ``gdn_layers`` and ``gdn_runs`` 0."""
 
     hidden: int
     mlp_width: int  # summed widths of the gated MLPs that a token goes through: all active experts of an MoE
@@ -74,10 +75,16 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     gdn_layers: int = 0
+    gdn_runs: int = 0  # runs of consecutive recurrent layers
     gdn_key_heads: int = 0
     gdn_value_heads: int = 0
     gdn_head_dim: int = 128
     element_bytes: int = 2
+
+    @property
+    def hidden_row_bytes(self) -> int:
+        """Hidden state of one token."""
+        return self.hidden * self.element_bytes
 
     @property
     def kv_row_bytes(self) -> int:
@@ -124,6 +131,7 @@ PRESETS = {
         kv_heads=2,
         head_dim=256,
         gdn_layers=30,
+        gdn_runs=10,
         gdn_key_heads=16,
         gdn_value_heads=32,
     ),
@@ -135,6 +143,7 @@ PRESETS = {
         kv_heads=2,
         head_dim=256,
         gdn_layers=36,
+        gdn_runs=12,
         gdn_key_heads=16,
         gdn_value_heads=32,
     ),
@@ -246,21 +255,27 @@ def _pull(nbytes: np.ndarray, moves: np.ndarray, costs: Costs) -> np.ndarray:
 
 
 def affine_time(figures: Figures, shape: ModelShape, costs: Costs) -> tuple[LayerTime, LayerTime]:
+    """`recurrent_time` of a measured layout."""
+    assert figures.recurrent is not None, "figures without the counts of recurrent layers"
+    return recurrent_time(figures.tokens, figures.recurrent, shape, costs)
+
+
+def recurrent_time(
+    tokens: np.ndarray, counts: RecurrentFigures, shape: ModelShape, costs: Costs
+) -> tuple[LayerTime, LayerTime]:
     """A recurrent layer whose entry states come from one exchange of summaries.
 
     Two all-to-alls (summaries to the head owners, entry states back) overlap the half of the layer that does not
     depend on the tree. A rank with an affine map sends twice as much in forward; backward sends states only.
     """
     scale = _head_scale(shape)
-    tokens = token_time(figures.tokens, shape.gdn_products, shape, costs)
-    counts = figures.recurrent
-    assert counts is not None, "figures without the counts of recurrent layers"
+    by_token = token_time(tokens, shape.gdn_products, shape, costs)
     any_state = bool(counts.entries.any())
     maps = 1 + (counts.through_tokens > 0)
     parts = []
     for alone, chunk, percent, sent in (
-        (tokens[0], costs.chunk_forward, costs.through_forward_percent, maps),
-        (tokens[1], costs.chunk_backward, costs.through_backward_percent, 1),
+        (by_token[0], costs.chunk_forward, costs.through_forward_percent, maps),
+        (by_token[1], costs.chunk_backward, costs.through_backward_percent, 1),
     ):
         recurrent = counts.chunks * chunk * scale // 1000
         through = -(-counts.through_tokens // CHUNK) * chunk * scale * percent // 100_000
@@ -268,6 +283,25 @@ def affine_time(figures: Figures, shape: ModelShape, costs: Costs) -> tuple[Laye
         exchange = nbytes * costs.all_to_all_mib // MIB + 2 * costs.all_to_all_latency * any_state
         parts.append(LayerTime(alone + recurrent + through, np.maximum(0, exchange - recurrent // 2)))
     return parts[0], parts[1]
+
+
+def relay_time(moved: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[LayerTime, LayerTime]:
+    """Moving the hidden states of all tokens into another layout before a run of recurrent layers, and back after it.
+
+    Backward moves as many gradients the other way, in the same dtype. Nothing hides an exchange: the next layer needs
+    its rows. On top of it rows are read and written once where they are packed and once where they are placed.
+
+    Args:
+        moved: int64 [P, P] as `measure.rows_moved` counts them.
+    """
+    there, back = moved.sum(1), moved.sum(0)
+    stays = moved.diagonal()
+    largest = np.maximum(there, back) - stays
+    passes = 2 * (there + back)  # of both borders: what leaves is packed and what arrives is placed
+    memory = passes * shape.hidden_row_bytes * 2 * costs.memory_mib // MIB + 2 * RELAY_LAUNCHES * costs.launch
+    wire = largest * shape.hidden_row_bytes * costs.all_to_all_mib // MIB + costs.all_to_all_latency
+    both = LayerTime(memory, 2 * wire)
+    return both, both
 
 
 def _head_scale(shape: ModelShape) -> int:

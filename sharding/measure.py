@@ -169,14 +169,37 @@ def measure(survey: Survey, layout: Layout, recurrent: bool = True) -> Figures:
     )
 
 
+def measure_recurrent(survey: Survey, layout: Layout) -> tuple[np.ndarray, RecurrentFigures]:
+    """Tokens of each rank, int64 [P], and the counts of recurrent layers: what `measure` says of them, alone."""
+    own = _own_set(layout)
+    return own.count, _recurrent(survey, layout, own)
+
+
+def rows_moved(before: Layout, after: Layout) -> np.ndarray:
+    """int64 [P, P]: tokens that each rank (first axis) owns in ``after`` and each rank (second axis) in ``before``."""
+    cut = np.union1d(before.piece_start, after.piece_start)
+    owners = [
+        layout.piece_rank[np.searchsorted(layout.piece_start, cut[:-1], side="right") - 1] for layout in (after, before)
+    ]
+    rows = np.zeros((before.world, before.world), np.int64)
+    np.add.at(rows, tuple(owners), np.diff(cut))
+    return rows
+
+
+def _own_set(layout: Layout) -> _KeyedSet:
+    order = np.argsort(layout.piece_rank, kind="stable")
+    low = layout.piece_rank * (layout.tokens + 1)
+    start, end = layout.piece_start[:-1], layout.piece_start[1:]
+    return _KeyedSet((low + start)[order], (low + end)[order], layout.tokens + 1, layout.world)
+
+
 def _key_sets(survey: Survey, layout: Layout) -> tuple[_KeyedSet, _KeyedSet]:
     """The tokens that each rank sees, and those that it owns."""
     span, world, rank = layout.tokens + 1, layout.world, layout.piece_rank
     start, end = layout.piece_start[:-1], layout.piece_start[1:]
     which, lo, hi = survey.visible(start, end)
     keys = _KeyedSet(*union(rank[which] * span + lo, rank[which] * span + hi), span, world)
-    order = np.argsort(rank, kind="stable")
-    return keys, _KeyedSet((rank * span + start)[order], (rank * span + end)[order], span, world)
+    return keys, _own_set(layout)
 
 
 def _sum_by(group: np.ndarray, value: np.ndarray, groups: int) -> np.ndarray:

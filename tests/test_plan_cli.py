@@ -71,6 +71,7 @@ def test_closed_form(tmp_path, capsys):
             {
                 "tree_tokens": 9,
                 "replayed_tokens": 0,
+                "gdn_layout": None,
                 "token_imbalance": pytest.approx(5 / 4.5),
                 "pair_imbalance": pytest.approx(20 / 15),
                 "ranks": [
@@ -132,7 +133,10 @@ def test_figures_equal_those_of_the_real_plans(seed):
     for pack, each in zip(report["packs"], planned, strict=True):
         assert pack["tree_tokens"] == each.placement.forest.tokens
         for rank, figures in enumerate(pack["ranks"]):
-            real = shard_plan(each.pack.forest, each.placement.layout, rank, each.pack.loss_mask, conv_width=4)
+            layouts = each.placement.layout, None if each.placement.gdn is None else each.placement.gdn.layout
+            real = shard_plan(
+                each.pack.forest, layouts[0], rank, each.pack.loss_mask, conv_width=4, gdn_layout=layouts[1]
+            )
             assert figures == {
                 "tokens": real.tokens,
                 "pairs": real.attention.pairs,

@@ -37,13 +37,19 @@ def forest_of(seed: int):
 def test_one_host_is_what_the_planner_predicts(seed, model):
     for cp in (2, 4, 8):
         for layout in LAYOUT_CHOICES:
-            placement = place(forest_of(seed), cp, layout, model, H200)
+            gdn_layout = "same" if cp == 4 else "auto"
+            placement = place(forest_of(seed), cp, layout, model, H200, gdn_layout)
             times = Predictor(placement, model).times(H200)
             known = choose_exchange(placement.survey, placement.layout, model=model).predicted
             assert {
                 name: sum(int(part.total.max()) for part in each.attention) for name, each in times.items()
             } == known
-            assert times["gather"].step == step_time(placement.figures, model).step
+            step = step_time(placement.figures, model)
+            if placement.gdn is None:
+                assert times["gather"].step == step.step
+            else:
+                attention = sum(int(part.total.max()) for part in step.attention) * model.attention_layers
+                assert times["gather"].step == attention + placement.gdn.step(model) < step.step
 
 
 def test_a_row_between_hosts_takes_the_adapter():

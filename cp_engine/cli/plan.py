@@ -16,6 +16,7 @@ from cp_engine.prediction import EXCHANGE_CHOICES, LAYOUT_CHOICES
 from cp_engine.rollouts import FlatRollouts, flatten_rollouts, read_rollouts
 from cp_engine.scaling import SYNTHETIC, parse_sweep, sweep, synthetic_rollouts
 from cp_engine.sharding.cost import PRESETS
+from cp_engine.sharding.gdn_layout import GDN_LAYOUTS
 from cp_engine.sharding.packing import SHARES
 
 MOST_RANKS = 4096  # a plan holds tables of what moves between every two ranks
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit-per-group", type=_positive, metavar="K", help="only the first K rollouts of each group"
     )
     parser.add_argument("--layout", choices=LAYOUT_CHOICES, default="balanced", help="who owns which tokens")
+    parser.add_argument(
+        "--gdn-layout",
+        choices=GDN_LAYOUTS,
+        default="auto",
+        help="whether GDN layers have their own (default: the faster)",
+    )
     parser.add_argument(
         "--exchange", choices=EXCHANGE_CHOICES, default="auto", help="how keys and values move (default: the fastest)"
     )
@@ -73,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         share=args.share,
         max_pack_tokens=args.max_pack_tokens,
         layout=args.layout,
+        gdn_layout=args.gdn_layout,
         exchange=args.exchange,
     )
     if args.sweep is not None:

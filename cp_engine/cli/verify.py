@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layout", default="balanced", choices=("balanced", "contiguous"), help="which rank owns which tokens")
     add("--exchange", default="auto", choices=("auto", "gather", "ring", "ulysses"), help="attention exchange")
     add("--gdn-exchange", default="affine", choices=("affine", "ulysses"), help="GDN state exchange")
+    add(
+        "--gdn-layout", default="auto", choices=("auto", "same", "own"), help="whether GDN layers have their own layout"
+    )
     add("--dtype", default="float64", choices=("float64", "float32"))
     add("--loss", default="sft", choices=LOSSES)
     add("--aggregation", choices=AGGREGATIONS, help="default: the loss's own (docs/losses.md)")
@@ -55,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         layout=args.layout,
         exchange=args.exchange,
         gdn_exchange=args.gdn_exchange,
+        gdn_layout=args.gdn_layout,
         dtype=args.dtype,
         loss=args.loss,
         aggregation=args.aggregation,

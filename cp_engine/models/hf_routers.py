@@ -26,9 +26,10 @@ def hook_routers(model: nn.Module) -> None:
     index = 0
     for layer in model.base_model.layers:
         for router in routers(layer):
-            mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+            in_gdn_run = hasattr(layer, "linear_attn")
+            mixer = layer.linear_attn if in_gdn_run else layer.self_attn
             mixer.register_forward_pre_hook(partial(_hand_over, router), with_kwargs=True)
-            router.register_forward_hook(partial(_replay, index))
+            router.register_forward_hook(partial(_replay, index, in_gdn_run))
             index += 1
 
 
@@ -36,12 +37,12 @@ def _hand_over(router: nn.Module, mixer: nn.Module, args: tuple, kwargs: dict) -
     router.__dict__[_HANDED_OVER] = kwargs.get(PACK_KEYWORD)
 
 
-def _replay(index: int, router: nn.Module, args: tuple, output: tuple) -> tuple | None:
+def _replay(index: int, in_gdn_run: bool, router: nn.Module, args: tuple, output: tuple) -> tuple | None:
     """The router's output, logits [n, E], weights [n, k] and experts [n, k], for the given experts."""
     pack = router.__dict__.pop(_HANDED_OVER, None)
     if pack is None or pack.routes is None:
         return None
-    logits, chosen = output[0], pack.routes[index]
+    logits, chosen = output[0], (pack.gdn_routes if in_gdn_run else pack.routes)[index]
     weights = torch.softmax(logits, -1, dtype=torch.float32).gather(1, chosen)
     if getattr(router, "norm_topk_prob", True):  # Qwen3.5 has no such setting and always does
         weights = weights / weights.sum(-1, keepdim=True)

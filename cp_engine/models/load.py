@@ -14,6 +14,7 @@ from torch import nn
 from cp_engine.config import Config
 from cp_engine.models.hf_attention import ATTENTION_NAME, register_attention
 from cp_engine.models.hf_gdn import gdn_layers, patch_gdn_layers
+from cp_engine.models.hf_relay import patch_gdn_runs
 from cp_engine.models.hf_routers import hook_routers
 from cp_engine.models.lora import lora_layers, peft_config
 from cp_engine.models.presets import PRESETS, preset_model
@@ -133,6 +134,7 @@ def prepare_for_trees(model: nn.Module) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
     patch_gdn_layers(model)
     hook_routers(model)
+    patch_gdn_runs(model)
 
 
 def save_model(

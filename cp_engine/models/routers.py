@@ -14,6 +14,7 @@ class RouterShape:
     layers: int  # MoE layers; others are dense
     experts: int
     top_k: int  # experts of a token
+    in_gdn_runs: tuple[bool, ...]  # of each MoE layer: whether it works on the rows of the GDN layers' layout
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -28,4 +29,5 @@ def router_shape(model: nn.Module) -> RouterShape | None:
         return None
     sizes = {(router.num_experts, router.top_k) for router in found}
     assert len(sizes) == 1, "all routers of a supported model are alike"
-    return RouterShape(len(found), *sizes.pop())
+    in_gdn_runs = [hasattr(layer, "linear_attn") for layer in model.base_model.layers for _ in routers(layer)]
+    return RouterShape(len(found), *sizes.pop(), tuple(in_gdn_runs))

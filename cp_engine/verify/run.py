@@ -57,6 +57,7 @@ class VerifyOptions:
     exchange: str = "gather"
     gdn_exchange: str = "affine"
     layout: str = "balanced"
+    gdn_layout: str = "auto"
     dtype: str = "float64"
     loss: str = "sft"
     aggregation: str | None = None  # None: the loss's own
@@ -77,6 +78,7 @@ class VerifyOptions:
                     "layout": self.layout,
                     "exchange": self.exchange,
                     "gdn_exchange": self.gdn_exchange,
+                    "gdn_layout": self.gdn_layout,
                 },
                 "packing": {"share": self.share, "max_pack_tokens": self.max_pack_tokens},
                 "loss": {
@@ -271,6 +273,7 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         "exchange": options.exchange,
         "gdn_exchange": options.gdn_exchange,
         "layout": options.layout,
+        "gdn_layout": options.gdn_layout,
         "dtype": options.dtype,
         "loss_name": options.loss,
         "aggregation": options.aggregation or LOSS_DEFAULTS[options.loss]["aggregation"],

@@ -59,7 +59,8 @@ def verify_on_last_rank(cases: list[Case]) -> list[dict]:
     """All tokens lie on the last rank: the others have none, and no occurrences."""
 
     def crowded(forest, parallel, shape):
-        return forest, layout_from_cuts(np.array([0, forest.tokens]), np.array([parallel.cp - 1]), parallel.cp)
+        last = layout_from_cuts(np.array([0, forest.tokens]), np.array([parallel.cp - 1]), parallel.cp)
+        return forest, last, None
 
     with mock.patch.object(placement, "choose_layout", crowded):
         return verify_all(cases)

@@ -67,7 +67,7 @@ def test_the_oracle_is_the_models_own_loss_of_one_padded_batch(model):
 
 def crowded(forest, parallel, shape):
     """All tokens on the last rank."""
-    return forest, layout_from_cuts(np.array([0, forest.tokens]), np.array([parallel.cp - 1]), parallel.cp)
+    return forest, layout_from_cuts(np.array([0, forest.tokens]), np.array([parallel.cp - 1]), parallel.cp), None
 
 
 def verify_crowded(model: str) -> dict:
@@ -162,8 +162,8 @@ def test_recompute_keeps_the_routers_gradient_or_says_that_it_cannot(use_reentra
     tree, pack = TreeCausalLM(model).train(), one_rank_pack(branching_rollouts(), None)
 
     def part() -> torch.Tensor:
-        balance = RouterBalance(1.0, 2, 700, None)
-        return balance.loss(tree(pack, outputs="routers"), pack.rollouts, torch.float64)
+        balance = RouterBalance(1.0, router_shape(model), 700, None)
+        return balance.loss(tree(pack, outputs="routers"), pack, torch.float64)
 
     def gradients() -> dict[str, torch.Tensor]:
         tree.zero_grad()
