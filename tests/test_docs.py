@@ -16,7 +16,7 @@ from launch.summary import last_json_line, summary_table
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "launch" / "configs").glob("*.yaml"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
 
 
 def relative(path: Path) -> str:
