@@ -22,7 +22,7 @@ import torch
 from benchmarks import attention_ranks, clock
 from benchmarks.attention_layouts import LAYOUTS, place, predicted_ms
 from benchmarks.attention_problem import Problem, make_problem, right
-from benchmarks.attention_rivals import FLAT, METHODS, OURS, RIVALS
+from benchmarks.attention_rivals import BACKENDS, FLAT, METHODS, OURS, RIVALS
 from benchmarks.attention_workloads import DATA, WORKLOADS
 from benchmarks.record import RESULTS, append, stamp
 from cp_engine.sharding.attention_plan import EXCHANGES
@@ -136,7 +136,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=usual, help="on one GPU; all but flex_tuned")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="on several GPUs")
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), help="on several GPUs")
-    parser.add_argument("--backend", choices=OURS, default="auto", help="on several GPUs")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="on several GPUs")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="on several GPUs")
     parser.add_argument("--head-groups", type=int, help="of `gather`; by default what it chooses")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real sets (holds tokens/)")

@@ -25,18 +25,19 @@ MASK_ROWS = 8 * BLOCK  # query rows whose visibility is looked at together when 
 
 
 class Backend:
-    """One of our own."""
+    """One of our own, ``backward_name`` where another one computes the gradients."""
 
-    def __init__(self, problem: Problem, name: str):
+    def __init__(self, problem: Problem, name: str, backward_name: str | None = None):
         self.problem = problem
-        self.call = {"intervals": problem.intervals, "scale": problem.scale, "backend": name}
+        self.names = name, backward_name or name
+        self.call = {"intervals": problem.intervals, "scale": problem.scale}
 
     def forward(self):
-        self.saved = attention(self.problem.q, self.problem.k, self.problem.v, **self.call)
+        self.saved = attention(self.problem.q, self.problem.k, self.problem.v, backend=self.names[0], **self.call)
 
     def backward(self):
         p = self.problem
-        self.grads = attention_backward(p.q, p.k, p.v, *self.saved, p.dout, **self.call)
+        self.grads = attention_backward(p.q, p.k, p.v, *self.saved, p.dout, backend=self.names[1], **self.call)
 
     def results_into(self, found: dict[str, torch.Tensor]):
         found.update(zip(NAMES, (self.saved[0], *self.grads), strict=True))
@@ -121,7 +122,9 @@ def one_call(problem: Problem, kind: Callable) -> Iterator:
     yield kind(problem)
 
 
-OURS = {name: partial(one_call, kind=partial(Backend, name=name)) for name in ("auto", "triton", "cudnn", "fa4")}
+BACKENDS = ("auto", "triton", "cudnn")
+OURS = {name: partial(one_call, kind=partial(Backend, name=name)) for name in BACKENDS}
+OURS["cudnn_fa4"] = partial(one_call, kind=partial(Backend, name="cudnn", backward_name="fa4"))
 FLAT = {
     name: partial(flat_calls, kind=kind)
     for name, kind in (("flat_cudnn", FlatCudnn), ("flat_fa2", FlatFA2), ("flat_fa4", FlatFA4))

@@ -59,7 +59,8 @@ ATTENTION = """Forward and backward of one layer's attention in bf16, medians in
 of one GPU. vs flat: how many times faster than the fastest method that computes every rollout on its own; the pair
 ratio is what sharing saves in pairs. vs rival: time over that of the fastest method that is not ours. Neither is shown
 where outputs differ from the float32 reference. Error: largest relative one of out, dq, dk, dv, and of any segment's
-rows of out and dv. Predicted: by the planner's cost model.
+rows of out and dv. Predicted: by the planner's cost model. `cudnn_fa4`: forward by cuDNN, backward by FlashAttention-4
+on rectangles; `fa4`: such a forward too, which is no longer offered.
 """
 
 SEVERAL = """Times of the slowest rank. Exposed: over the time of the same calls with all rows present. Moved:

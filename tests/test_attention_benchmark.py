@@ -181,4 +181,5 @@ def test_records_are_json_lines_in_the_file_asked_for(tmp_path):
     assert set(lines[0]) == set(wanted.split()) and lines[0]["predicted_ms"] > 0
     arguments = attention.arguments_of(["--record", "--results", str(tmp_path / "rows.jsonl")])
     assert arguments.results == tmp_path / "rows.jsonl"
-    assert set(arguments.methods) == set(METHODS) - {"flex_tuned"} and {"flex_fa4", "fa4"} <= set(arguments.methods)
+    assert set(arguments.methods) == set(METHODS) - {"flex_tuned"}
+    assert {"flex_fa4", "cudnn_fa4"} <= set(arguments.methods)

@@ -20,8 +20,8 @@ MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn, "fa4": fa4}
 # Below so many visible keys of a row, mean over the rows, segments are short: the tiles of `triton` cover them with
 # fewer pairs, and its backward is faster (game24_tree has 457 keys a row).
 FEW_KEYS = 700
-# From so many visible pairs of a sequence of `fa4` on, mean over its calls, its backward at head size 256 is used. A
-# guess, to be measured: 77.8 against 92.9 ms of `cudnn` at 41 M pairs (one trunk of 16,384 with 16 leaves of 2,048).
+# From so many visible pairs of a sequence of `fa4` on, mean over its calls, its backward at head size 256 is used: 79.2
+# against 93.5 ms of `cudnn` at 41 M pairs (one trunk of 16,384 with 16 leaves of 2,048). Where the two meet is a guess.
 LARGE_RECTANGLE = 4 * 2**20
 
 

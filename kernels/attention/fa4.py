@@ -1,8 +1,9 @@
-"""The FlashAttention-4 backend: dense variable-length calls of flash-attn-4 on diagonals and rectangles.
+"""The FlashAttention-4 backend, backward only: dense variable-length calls of flash-attn-4 on diagonals and rectangles.
 
-`rectangles.call_list` says which calls. Forward merges their results by their lse; backward gives every call the final
-out and lse and adds up what they return. Both sums are made in the accumulation dtype, call by call, and no addition
-within a call meets another one, so their order is fixed.
+`rectangles.call_list` says which calls. Every call gets the final out and lse, and what they return is added up in the
+accumulation dtype, call by call; no addition within a call meets another one, so the order is fixed. There is no
+forward: FA4 hands out each call's output in the inputs' dtype, so merging rounds a row once a call. At head size 256
+that missed the error bound of design section 10, and it was slower than one masked kernel (docs/log.md).
 
 It pays where few large rectangles hold the pairs: a long trunk with long leaves. Every call's dq, dk and dv come back
 in the inputs' dtype, so each is rounded once more than in one kernel. Inside a call dq is added by atomics, in a fixed
@@ -52,26 +53,21 @@ def _installed() -> bool:
     return bool(found) and importlib.util.find_spec("cutlass") is not None
 
 
-def variable_length_kernels() -> tuple[Callable, Callable]:
-    """Forward and backward of FA4 on packed sequences. Tests put a dense stand-in in their place."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+def variable_length_backward() -> Callable:
+    """Backward of FA4 on packed sequences. Tests put a dense stand-in in its place."""
+    from flash_attn.cute.interface import _flash_attn_bwd
 
-    return _flash_attn_fwd, _flash_attn_bwd
+    return _flash_attn_bwd
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `cp_engine.kernels.attention.api.attention`."""
-    _check(q, intervals)
-    dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
-    for call in call_list(intervals).calls:
-        kernel, _ = variable_length_kernels()
-        part, part_lse, *_ = kernel(q[call.rows], k[call.keys], v[call.keys], return_lse=True, **_options(call, scale))
-        _merge(out, lse, call.rows, part, part_lse.T)
-    return out if accumulate else out.to(q.dtype), lse
+    """Refuses: see the head of this file."""
+    raise ValueError(
+        "attention backend fa4 computes gradients only. Use auto, cudnn or triton for attention; attention_backward "
+        "takes fa4 on their out and lse"
+    )
 
 
 def backward(
@@ -90,8 +86,7 @@ def backward(
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for call in call_list(intervals).calls:
-        _, kernel = variable_length_kernels()
-        rows = call.rows
+        kernel, rows = variable_length_backward(), call.rows
         row_grad, *key_grads = kernel(
             q[rows], k[call.keys], v[call.keys], out[rows], dout[rows], lse[rows].T.contiguous(),
             deterministic=torch.are_deterministic_algorithms_enabled(), **_options(call, scale),
@@ -105,7 +100,8 @@ def backward(
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
     """See `cp_engine.kernels.attention.api.prepare`."""
-    call_list(intervals)
+    if step == "backward":
+        call_list(intervals)
 
 
 def _options(call: Call, scale: float) -> dict:
@@ -117,15 +113,6 @@ def _options(call: Call, scale: float) -> dict:
         "max_seqlen_q": max(call.longest_rows, LEAST_LONGEST),
         "max_seqlen_k": max(call.longest_keys, LEAST_LONGEST),
     }
-
-
-def _merge(out: torch.Tensor, lse: torch.Tensor, rows, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Put attention over further keys into the rows of ``out`` and ``lse``: softmax over the union of the keys."""
-    old = lse[rows]
-    new = torch.logaddexp(old, part_lse)
-    base = new.masked_fill(new == -torch.inf, 0.0)
-    out[rows] = out[rows] * (old - base).exp()[..., None] + part * (part_lse - base).exp()[..., None]
-    lse[rows] = new
 
 
 def _add(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:

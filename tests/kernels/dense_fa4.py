@@ -1,4 +1,4 @@
-"""A dense stand-in for FA4's variable-length kernels, in any dtype on any device, with their argument names.
+"""A dense stand-in for FA4's variable-length backward, in any dtype on any device, with its argument names.
 
 Shapes: R query rows, K key rows, B sequences, Hq query heads, Hk kv heads, D head size.
 """
@@ -28,25 +28,6 @@ def _check(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None
     assert cu_seqlens_q.shape == cu_seqlens_k.shape and len(cu_seqlens_q) <= 257
 
 
-def _weights(q, k, lse, scale, mask):
-    """[Hq, R, K] softmax weights for a given lse [Hq, R]; its own where it is None."""
-    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = (torch.einsum("qhd,khd->hqk", q, keys) * scale).masked_fill(~mask, -torch.inf)
-    lse = scores.logsumexp(-1) if lse is None else lse
-    return (scores - lse[..., None]).exp(), lse
-
-
-def forward(
-    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse
-):  # fmt: skip
-    """out [R, Hq, D] and lse [Hq, R], and what else FA4 returns."""
-    assert return_lse
-    _check(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    weights, lse = _weights(q, k, None, softmax_scale, sequence_mask(cu_seqlens_q, cu_seqlens_k, causal))
-    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hqk,khd->qhd", weights, values), lse, None, None, None
-
-
 def backward(
     q, k, v, out, dout, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
     deterministic,
@@ -54,9 +35,11 @@ def backward(
     """dq, dk, dv for the given out and lse [Hq, R], by the equations of the reference kernel."""
     assert isinstance(deterministic, bool) and lse.is_contiguous() and lse.shape == (q.shape[1], len(q))
     _check(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    weights, _ = _weights(q, k, lse, softmax_scale, sequence_mask(cu_seqlens_q, cu_seqlens_k, causal))
     share = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(share, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * softmax_scale
+    scores = scores.masked_fill(~sequence_mask(cu_seqlens_q, cu_seqlens_k, causal), -torch.inf)
+    weights = (scores - lse[..., None]).exp()
     delta = (dout * out).sum(-1).T[..., None]
     ds = weights * (torch.einsum("qhd,khd->hqk", dout, values) - delta) * softmax_scale
     dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", weights, dout)
