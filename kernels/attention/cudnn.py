@@ -25,6 +25,8 @@ PACKAGE = "nvidia-cudnn-frontend==1.32.0"
 DTYPES = (torch.bfloat16, torch.float16)
 CARDS = (9, 10)  # compute capabilities
 MOST_HEAD_SIZE = 128  # every multiple of 8 up to it, and 256
+# Bytes at whose multiples rows and heads must start; at head size 256 backward asks for more.
+ALIGNMENT, WIDE_ALIGNMENT = 16, 128
 
 
 def why_not(q: torch.Tensor) -> str | None:
@@ -47,13 +49,14 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
+    q, k, v = (aligned(x) for x in (q, k, v))
     plan = _plan(q, k, intervals)
     dtype = torch.float32 if accumulate else q.dtype
     if plan is None:
         return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     from cudnn.flex_attention.execution import _flex_attention_forward
 
-    rows = (x.contiguous()[None] for x in (q, k, v))
+    rows = (x[None] for x in (q, k, v))
     result = _flex_attention_forward(*rows, mask_plan=plan, softmax_scale=scale, return_lse=True)
     return result["o_tensor"][0].to(dtype), result["lse_tensor"][0].T.contiguous()
 
@@ -70,6 +73,7 @@ def backward(
     accumulate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
+    q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     plan = _plan(q, k, intervals)
     dtype = torch.float32 if accumulate else q.dtype
     if plan is None:
@@ -77,7 +81,7 @@ def backward(
     from cudnn.flex_attention.execution import _flex_attention_backward
 
     result = _flex_attention_backward(
-        *(x.contiguous()[None] for x in (q, k, v, out, dout)),
+        *(x[None] for x in (q, k, v, out, dout)),
         lse.T.contiguous()[None],
         mask_plan=plan,
         softmax_scale=scale,
@@ -89,6 +93,14 @@ def backward(
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
     """See `cp_engine.kernels.attention.api.prepare`."""
     intervals.prepared("cudnn ends", interval_ends)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Rows [N, H, D] as cuDNN reads them: themselves where rows and heads are aligned, as in slices of heads."""
+    step = WIDE_ALIGNMENT if x.shape[2] == 256 else ALIGNMENT
+    row, head, element = (stride * x.element_size() for stride in x.stride())
+    in_place = element == x.element_size() and not (row % step or head % step or x.data_ptr() % step)
+    return x if in_place else x.clone(memory_format=torch.contiguous_format)
 
 
 def _plan(q: torch.Tensor, k: torch.Tensor, intervals: Intervals):

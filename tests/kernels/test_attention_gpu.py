@@ -154,9 +154,10 @@ def test_other_branches_do_not_touch_a_bit(backend):
         assert not torch.equal(out[mine], out_2[mine])
 
 
-def test_slices_of_heads_have_the_bits_of_copies(backend):
+@pytest.mark.parametrize("size", [128, 256])
+def test_slices_of_heads_have_the_bits_of_copies(backend, size):
     forest = deep_forest()
-    x, intervals = inputs(forest, (16, 4), 128), whole(forest)
+    x, intervals = inputs(forest, (16, 4), size), whole(forest)
     sliced = Tensors(x.q[:, 4:12], x.k[:, 1:3], x.v[:, 1:3], x.dout[:, 4:12])
     copied = Tensors(*(part.contiguous() for part in (sliced.q, sliced.k, sliced.v, sliced.dout)))
     got, truth = run(sliced, intervals, backend), run(copied, intervals, backend)
