@@ -47,6 +47,10 @@ def test_overrides_replace_values(tmp_path):
             {"model": {"path": "x"}, "parallel": {"cp": 4, "exchange": "ulysses_gather", "ulysses_ranks": 3}},
             "ulysses_ranks must divide cp; got ulysses_ranks 3 and cp 4",
         ),
+        (
+            {"model": {"path": "x"}, "parallel": {"gdn_layout": "own", "gdn_exchange": "ulysses"}},
+            "gdn_layout: own keeps states from crossing ranks, and with gdn_exchange: ulysses none do",
+        ),
         ({"model": {"path": "x"}, "parallel": {"cp": 0}}, "parallel.cp: Input should be greater than or equal to 1"),
         (
             {"model": {"path": "x"}, "loss": {"name": "reinforce"}},

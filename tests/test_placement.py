@@ -13,7 +13,7 @@ from cp_engine.sharding.packing import empty_pack
 from cp_engine.step import prepare_step
 
 SAMPLE = Path(__file__).parent.parent / "launch" / "data" / "sample.jsonl"
-SHAPE = PRESETS["qwen3-8b"]
+SHAPE, HYBRID = PRESETS["qwen3-8b"], PRESETS["qwen3-next-80b-a3b"]
 
 
 def pack():
@@ -55,3 +55,21 @@ def test_a_budget_that_nothing_keeps_to_is_named():
 def test_a_pack_without_tokens_has_a_place():
     placed = place_pack(empty_pack(), ParallelConfig(cp=4), SHAPE)
     assert placed.exchange == "gather" and placed.layout.rank_token_count.tolist() == [0] * 4
+
+
+def test_gdn_layers_get_the_layout_that_is_asked_for(caplog):
+    with caplog.at_level("INFO"):
+        placed = place_pack(pack(), ParallelConfig(cp=3, gdn_layout="own"), HYBRID)
+    assert "with a layout of their own" in caplog.text
+    own = placed.gdn_layout
+    assert own.owner.tolist() != placed.layout.owner.tolist()
+    for rank in range(3):
+        plan = plan_rank(placed, rank, "affine", 4)
+        assert plan.tokens == placed.layout.rank_token_count[rank]
+        assert plan.relayout.rows_after == plan.gdn.fragment_row[-1] == own.rank_token_count[rank]
+    # Moving rows of short rollouts takes longer than it saves; head shards need no layout, one rank has none.
+    for fields in ({"cp": 3}, {"cp": 3, "gdn_layout": "same"}, {"cp": 2, "gdn_exchange": "ulysses"}, {"cp": 1}):
+        assert place_pack(pack(), ParallelConfig(**fields), HYBRID).gdn_layout is None
+    assert place_pack(empty_pack(), ParallelConfig(cp=2, gdn_layout="own"), HYBRID).gdn_layout is None
+    with pytest.raises(ValueError, match="gdn_layout own is for models with GDN layers"):
+        place_pack(pack(), ParallelConfig(cp=3, gdn_layout="own"), SHAPE)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -278,3 +279,31 @@ def test_many_ranks_take_seconds():
     assert time.process_time() - began < 10  # about 2 on one core of the machine that this was written on
     assert report["tree_tokens"] > 10**6 and len(report["packs"][0]["ranks"]) == 512
     assert sum(rank["tokens"] for rank in report["packs"][0]["ranks"]) == report["tree_tokens"]
+
+
+def test_a_layout_of_gdn_layers_is_reported(capsys):
+    """Rows in and out are those of the real plans, and the moves of all runs are in the step."""
+    asked = settings(3, model="qwen3-next-80b-a3b", gdn_layout="own")
+    flat = flatten_rollouts(random_rows(3, rows=20, longest=60).rollouts())
+    report, (planned,) = plan_report(flat, asked)
+    (pack,) = report["packs"]
+    found, own = pack["gdn_layout"], planned.placement.gdn
+    assert found["own"] and found["method"] == own.method and "layout of their own" in found["reason"]
+    for rank in range(3):
+        layout, mask = planned.placement.layout, planned.pack.loss_mask
+        real = shard_plan(planned.pack.forest, layout, rank, mask, conv_width=4, gdn_layout=own.layout)
+        assert found["rows_out"][rank] == real.relayout.send_counts.sum()
+        assert found["rows_in"][rank] == real.relayout.recv_counts.sum()
+        assert found["tokens"][rank] == own.layout.rank_token_count[rank]
+        assert pack["ranks"][rank]["fragments"] == real.gdn.fragments
+    layers, predicted = pack["predicted"]["layers"], pack["predicted"]
+    total = [layers[name]["forward_ms"] + layers[name]["backward_ms"] for name in ("attention", "gdn", "relay")]
+    assert predicted["step_ms"] == pytest.approx(12 * total[0] + 36 * total[1] + 12 * total[2])
+    same, _ = plan_report(flat, settings(3, model="qwen3-next-80b-a3b", gdn_layout="same"))
+    assert not same["packs"][0]["gdn_layout"]["own"] and "relay" not in same["packs"][0]["predicted"]["layers"]
+    path = str(Path(__file__).parents[1] / "launch" / "data" / "sample.jsonl")
+    with pytest.raises(ValueError, match="gdn_layout own is for models with GDN layers"):
+        plan("--rollouts", path, "--cp", "2", "--gdn-layout", "own", "--model", "qwen3-8b")
+    assert plan("--rollouts", path, "--cp", "2", "--gdn-layout", "own", "--model", "qwen3-next-80b-a3b") == 0
+    text = capsys.readouterr().out
+    assert "GDN layers have a layout of their own" in text and "moving hidden states around one run" in text
