@@ -6,7 +6,8 @@ Projections, convolution, gates, recurrence, norm and output gate; bf16. A time 
 common start on the streams. ``ratio`` is that time over the layer's on one GPU with a P-th of the tokens, in the same
 run (all GPUs at once, each alone). Results are compared with the layer on one GPU with all tokens; wrong ones get no
 ratio. The prediction is the planner's (`cp_engine/sharding/cost.py`), for the exchange ``affine``. Stages are those of
-rank 0.
+rank 0. Where the planner gives GDN layers a layout of their own, the layer works in that one, and ``relay_ms`` is what
+moving the hidden states around one run of layers takes, forward and backward.
 
 Shapes: T tokens, n local rows, P ranks, C hidden size.
 """
@@ -29,6 +30,7 @@ from benchmarks.attention import installed
 from benchmarks.attention_layouts import LAYOUTS, spread_layout
 from benchmarks.attention_ranks import layer_times, say, start
 from benchmarks.attention_workloads import workload_forest
+from benchmarks.gdn_relay import NO_MOVES, measure_moves
 from benchmarks.gdn_stages import STAGES, stage_table
 from benchmarks.gdn_tuning import AUTOTUNE, compile_in_parallel, shorten_autotuning
 from benchmarks.gdn_workloads import CONV_WIDTH, HEADS, plan_of, sequences
@@ -38,10 +40,10 @@ from cp_engine.models.hf_gdn import patch_gdn_layers
 from cp_engine.pack import PACK_KEYWORD
 from cp_engine.sharding.cost import H200, PRESETS, affine_time
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.gdn_layout import PlacedLayers, place_layers
 from cp_engine.sharding.gdn_plan import GDN_EXCHANGES, GdnPlan, gdn_plan
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Survey, measure
-from cp_engine.sharding.search import balanced_layout
 
 HYBRID = PRESETS["qwen3.5-35b-a3b"]
 MIXER = replace(HYBRID, mlp_width=0, attention_layers=0, gdn_layers=1)
@@ -67,7 +69,7 @@ PARAMETER_BOUND = 2e-2
 NOTHING = dict.fromkeys(("forward", "backward", "layer", "exposed"), 0.0)
 PACKAGES = ("torch", "triton", "fla-core", "transformers")
 COLUMNS = ("fwd_ms", "bwd_ms", "one_gpu_ms", "ratio", "predicted_layer_ms", "predicted_exposed_ms", "predicted_ratio")
-COLUMNS += ("max_err", "right", "seconds")
+COLUMNS += ("relay_ms", "predicted_relay_ms", "max_err", "right", "seconds")
 
 
 def layer_module(heads: GdnHeads, hidden: int, device, dtype: torch.dtype) -> torch.nn.Module:
@@ -174,12 +176,12 @@ def errors(layer: Layer, truth: dict[str, torch.Tensor]) -> dict[str, float]:
     return found
 
 
-def place(layout: str, forest: Forest, world: int) -> tuple[Forest, Layout]:
-    """A forest, its trees perhaps in another order, and who owns it, as the hybrid model is planned."""
+def place(layout: str, forest: Forest, world: int) -> tuple[Forest, Layout, PlacedLayers | None]:
+    """A forest, its trees perhaps in another order, who owns it in GDN layers, and the plan that says so."""
     if layout == "planner":
-        placed = balanced_layout(forest, world, model=HYBRID)
-        return placed.forest, placed.layout
-    return forest, spread_layout(forest, world) if layout == "spread" else contiguous_layout(forest, world)
+        placed = place_layers(forest, world, model=HYBRID)
+        return placed.forest, placed.gdn_layout or placed.layout, placed
+    return forest, spread_layout(forest, world) if layout == "spread" else contiguous_layout(forest, world), None
 
 
 def predicted(forest: Forest, layout: Layout) -> dict[str, float]:
@@ -228,15 +230,17 @@ def run_workload(
     say(f"{workload}: {whole.tokens:,} tokens on {world} GPUs; one GPU, {share.tokens:,} tokens, ms: {shown}")
     records = []
     for name in options.layouts:
-        forest, layout = place(name, whole, world)
+        forest, layout, placed = place(name, whole, world)
         problem = Problem.make(forest, module)
         truth, ahead = alone(module, problem).results(), predicted(forest, layout)
+        shape = replace(HYBRID, hidden=problem.hidden.shape[1])
+        moves = NO_MOVES if placed is None else measure_moves(placed, shape, problem.device, problem.hidden.dtype)
         for exchange in options.exchanges:
             began = time.perf_counter()
             plan = gdn_plan(forest, layout, dist.get_rank(), exchange, CONV_WIDTH)
             layer = Layer(module, problem, plan, layout.rank_tokens(dist.get_rank()), group)
             about = {"bench": "gdn-ranks", "workload": workload, "method": "layer", "exchange": exchange}
-            about |= {"layout": name, "gpus": world, "tokens": forest.tokens}
+            about |= {"layout": name, "gpus": world, "tokens": forest.tokens, **moves}
             record = about | measure_layer(layer, truth)
             record |= beside(record, one_gpu, ahead if exchange == "affine" else None)
             record |= {"autotune": AUTOTUNE, "seconds": round(time.perf_counter() - began, 1)}

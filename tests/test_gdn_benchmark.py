@@ -6,6 +6,7 @@ The interpreter has to be switched on before Triton is imported, so its cases ru
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.gdn_workloads import sequences
 from benchmarks.report import page
 from cp_engine.layers import gdn as layer
 from cp_engine.layers.gdn import GdnHeads
+from cp_engine.sharding.cost import PRESETS
+from cp_engine.sharding.gdn_layout import place_layers
 from tests.gdn_oracle import forest_of_segments
 from tests.ranks import run_ranks
 
@@ -86,3 +90,23 @@ def test_forgotten_states_get_no_ratio():
     for r in run_ranks(2, rank_records, ["spread"], True)[0]:
         forgets = r["exchange"] == "affine"
         assert r["right"] != forgets and (r["ratio"] is None) == forgets and (r["max_err"] > 1e-2) == forgets, r
+
+
+def moves_of_a_chain() -> list[dict]:
+    from benchmarks import attention_ranks, gdn_relay
+
+    forest = sequences([4096])
+    shape = PRESETS["qwen3-next-80b-a3b"]
+    found = []
+    with mock.patch.multiple(attention_ranks, REPEATS=1, WARM_UPS=1):
+        for choice in ("own", "same"):
+            placed = place_layers(forest, 2, model=shape, gdn_layout=choice)
+            found.append(gdn_relay.measure_moves(placed, replace(shape, hidden=8), torch.device("cpu"), torch.bfloat16))
+    dist.barrier()
+    return found
+
+
+def test_moves_around_a_run_come_back_bit_for_bit():
+    for own, same in run_ranks(2, moves_of_a_chain):
+        assert own["relay_right"] and own["relay_ms"] > 0 and own["predicted_relay_ms"] > 0
+        assert set(same) == set(own) and not any(same.values())
