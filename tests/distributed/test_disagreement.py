@@ -23,9 +23,9 @@ import sys, time
 from cp_engine.cli.main import main
 from cp_engine.engine import Engine
 step = Engine.train_step
-def stamped(engine, rollouts):
+def stamped(engine, *rollouts):
     print(time.time(), flush=True)
-    return step(engine, rollouts)
+    return step(engine, *rollouts)
 Engine.train_step = stamped
 sys.exit(main(sys.argv[1:]))
 """
