@@ -66,6 +66,8 @@ class Fsdp2Model(TorchModel):
         (loss * self.ranks.world).backward()
         if last:
             sum_gradients(self.whole, self.ranks)
+            for parameter in self.whole:  # these are not among what it averages
+                parameter.grad /= self.ranks.world
 
     def after_forward(self):
         for module in self.tree.modules():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import cp_engine.lookahead
 from cp_engine.distributed.fsdp2 import Fsdp2Model
@@ -15,6 +16,7 @@ from cp_engine.verify.compare import gradient_error
 from tests.distributed.engine_cases import flat_oracle, gradients, sample, this_rank, tiny_config
 from tests.ranks import run_ranks
 
+NAMES = ("plain", "fsdp2")
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]
 
 
@@ -124,6 +126,27 @@ def test_bfloat16_models_have_float32_masters_and_decays():
             if decays:
                 assert 1e-4 < moved < 4e-4  # three steps of 1e-4, which bfloat16 would round away
     assert plain[2] == {name: tensor.dtype for name, tensor in plain[1].items()}
+
+
+def decay_gradients(sections: dict):
+    """Gradients of the parameters that stay float32 in bfloat16, and of one that does not: whole, on this rank."""
+    engine = Engine(tiny_config({"dtype": "bfloat16"} | sections), this_rank())
+    engine.accumulate_gradients(engine.lookahead.step(sample()))
+    masters = getattr(engine.distributed, "masters", {})
+    found = {}
+    for name, parameter in engine.model.causal_lm.named_parameters():
+        if name.endswith(("A_log", "dt_bias", "in_proj_a.weight")):
+            gradient = masters.get(parameter, parameter).grad
+            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+def test_decays_beside_shards_have_gradients_summed_over_ranks():
+    plain, sharded = (run_ranks(2, decay_gradients, {"parallel": {"cp": 2}, "engine": {"name": n}}) for n in NAMES)
+    assert len(plain[0]) == 9
+    for rank, found in enumerate(sharded):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, plain[rank][name], rtol=1e-3, atol=1e-6)
 
 
 def lost_step(sections: dict):
