@@ -82,7 +82,8 @@ def attention_calls(problem: Problem, groups: int = 1) -> tuple[Callable[[], Non
     """Forward and backward of `auto`, the kv heads in ``groups`` calls."""
     p, call = problem, {"intervals": problem.intervals, "scale": problem.scale, "backend": "auto"}
     parts = list(zip(*(x.chunk(groups, 1) for x in (p.q, p.k, p.v, p.dout)), strict=True))
-    parts = [tuple(x.contiguous() for x in part) for part in parts]
+    # As `gather` calls it: fetched keys are whole, queries and gradients are slices.
+    parts = [(q, k.contiguous(), v.contiguous(), dout) for q, k, v, dout in parts]
     saved: list = [None] * groups
 
     def forward():
@@ -164,14 +165,16 @@ def card_lines(costs: Costs, device: torch.device, product: int = PRODUCT, copy_
     return [Line(name, getattr(costs, name), round(took)) for name, took in lines]
 
 
-def launch_line(costs: Costs, problem: Problem) -> Line:
-    """One more head group, forward."""
+def group_line(costs: Costs, problem: Problem) -> Line:
+    """What one more head group adds to forward and backward."""
     took = {}
     for groups in (1, GROUPS):
-        forward, _ = attention_calls(problem, groups)
-        forward()
-        took[groups] = clock.median_ms(forward, problem.device)
-    return Line("launch", costs.launch, round((took[GROUPS] - took[1]) * 1e6 / (GROUPS - 1)))
+        calls = attention_calls(problem, groups)
+        for call in calls:
+            call()
+        took[groups] = sum(clock.median_ms(call, problem.device) for call in calls)
+    further = (took[GROUPS] / took[1] - 1) / (GROUPS - 1)
+    return Line("group_per_mille", costs.group_per_mille, round(1000 * further))
 
 
 def slowest_ms(call: Callable[[], None], device: torch.device) -> float:
@@ -292,7 +295,7 @@ def main() -> None:
         samples = [s for size in arguments.sizes for s in attention_samples(size, arguments.data, device)]
         fitted = fit_attention(samples)
         lines = attention_lines(H200, fitted) + card_lines(H200, device)
-        lines.append(launch_line(H200, make_problem(WORKLOADS["art_5k16x100"], device=device)))
+        lines.append(group_line(H200, make_problem(WORKLOADS["art_5k16x100"], device=device)))
         print("\n".join([*map(str, lines), *report(samples, H200, with_attention(H200, fitted))]), flush=True)
     if ranks > 1:
         dist.barrier()

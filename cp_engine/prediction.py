@@ -154,7 +154,8 @@ class Predictor:
     def _gather(self, machine: Machine) -> tuple[Directions, int]:
         figures, model, costs = self.placement.figures, self.model, machine.costs
         held = int((figures.tokens + figures.rows_in).max())
-        held = held * (2 * model.kv_row_bytes + model.kv_gradient_bytes) // head_groups(model)
+        groups = head_groups(figures, model)
+        held = held * (2 * model.kv_row_bytes + model.kv_gradient_bytes) // groups
         far = np.where(_crosses(machine, self.placement.world), self.rows, 0)
         if far.any():
             near = self.rows - far
@@ -164,7 +165,7 @@ class Predictor:
             peers = int(max((far > 0).sum(0).max(), (far > 0).sum(1).max()))
             latency = max(costs.pull_latency, machine.between_latency + machine.peer_latency * peers)
             figures, costs = replace(figures, rows_in=rows_in, rows_out=rows_out), replace(costs, pull_latency=latency)
-        return gather_time(figures, model, costs), held
+        return gather_time(figures, model, costs, groups), held
 
     def _ring(self, machine: Machine) -> tuple[Directions, int]:
         """Rounds in which one peer's rows are attended to while the next peer's travel; partial results are merged."""

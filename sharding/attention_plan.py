@@ -21,6 +21,7 @@ class GatherPlan:
 
     key_order: np.ndarray  # int64 [K] index of each key row in concat(local rows, received rows)
     intervals: RowIntervals  # over the K gathered key rows
+    most_pairs: int  # visible pairs of the rank, or team of `ulysses_gather`, that has most
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,8 @@ def attention_plan(
     if exchange == "gather":
         keys = needed[rank]
         rows = int(layout.rank_rows[rank])
-        gather = GatherPlan(_key_order(layout, rank, keys, fetch, rows), intervals.on_keys(keys))
+        most = int(pairs_by_rank(forest, layout, window).max())
+        gather = GatherPlan(_key_order(layout, rank, keys, fetch, rows), intervals.on_keys(keys), most)
         return AttentionPlan(**shared, gather=gather)
     if team is not None:
         return AttentionPlan(**shared, ulysses_gather=_ulysses_gather_plan(forest, layout, rank, team, window))
@@ -135,8 +137,20 @@ def _ulysses_gather_plan(forest: Forest, layout: Layout, rank: int, size: int, w
     fetch = row_exchange(teams, mine, needed)
     # Padding rows of a team's ranks do not become rows of the team.
     intervals = replace(visible_intervals(forest, teams, mine, window).on_keys(needed[mine]), rows=len(tokens))
-    gather = GatherPlan(_key_order(teams, mine, needed[mine], fetch, len(tokens)), intervals)
+    most = int(pairs_by_rank(forest, teams, window).max())
+    gather = GatherPlan(_key_order(teams, mine, needed[mine], fetch, len(tokens)), intervals, most)
     return UlyssesGatherPlan(order, teams.rank_token_count, gather, fetch, rows_between(teams, needed))
+
+
+def pairs_by_rank(forest: Forest, layout: Layout, window: int | None = None) -> np.ndarray:
+    """int64 [P]: visible pairs of each rank's rows."""
+    seen = forest.position + 1
+    if window is not None:
+        seen = np.minimum(seen, window)
+    above = np.concatenate([[0], np.cumsum(seen)])
+    pairs = np.zeros(layout.world, np.int64)
+    np.add.at(pairs, layout.piece_rank, np.diff(above[layout.piece_start]))
+    return pairs
 
 
 def _key_order(layout: Layout, rank: int, keys: np.ndarray, fetch: RowExchange, rows: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from cp_engine.sharding.measure import CHUNK, TILE, Figures, RecurrentFigures
 MIB = 1 << 20
 RELAY_LAUNCHES = 5  # kernels that pack and place the rows of one border
 ACCUMULATION_BYTES = 4  # states and returned gradients travel in float32
+MOST_GROUPS = 4  # head groups of `gather`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +26,15 @@ class Costs:
     "anchors" are the recorded measurements of one or two H200s in bf16; "predicted" means that nobody measured it yet.
     """
 
-    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128: fitted on the interval-mask rows of
-    # tau_airline_calls, toolbench_dfs and game24_tree (anchors, tree attention), whose six times it gives within 4 %.
-    # D 256: rates of the same kernel on 16,384 + 16 x 2,048; D 64: dense rates (both anchors). Others by FLOPs.
-    tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 13_050), (256, 24_070))
-    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_900), (256, 134_900))
+    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: fitted on the H200 times of `auto` in
+    # benchmarks/results.jsonl (measured 2026-11-30, commit a9e328f; seven trees of D 128, one of D 256, whose backward
+    # is fa4's): each of the sixteen within 7 %, forward and backward together within 5 %. D 64: dense rates (anchors).
+    # Others by FLOPs.
+    tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 12_680), (256, 23_660))
+    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_780), (256, 113_500))
     # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
-    query_tile_forward: int = 22_900
-    query_tile_backward: int = 145_000
+    query_tile_forward: int = 30_800
+    query_tile_backward: int = 122_500
     # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: one sequence of 65,536 tokens (anchors, GDN).
     chunk_forward: int = 133_000
     chunk_backward: int = 414_000
@@ -57,7 +59,11 @@ class Costs:
     send_latency: int = 32_000
     # How much longer attention takes while rows are pulled, in percent of the pull: +2.6 to +5.3 % (anchors).
     pull_slowdown_percent: int = 5
-    # One kernel launch, and a stage more in a pipeline of head groups (predicted).
+    # One more head group of `gather`: packing, a barrier and launches, forward and backward (predicted), and what it
+    # adds to the kernels, in per mille of their time: up to 22 for the second group, up to 14 a further one (anchors).
+    group: int = 60_000
+    group_per_mille: int = 12
+    # One kernel launch (predicted).
     launch: int = 5_000
 
 
@@ -188,9 +194,47 @@ class StepTime:
         return float(sum(part.exposed[slowest] for part in self.attention) / max(1, total[slowest]))
 
 
-def head_groups(shape: ModelShape) -> int:
-    """Head groups of the gather pipeline: splitting costs 0 to 4 % up to four (anchors, the gather pipeline)."""
-    return max(g for g in (1, 2, 4) if shape.kv_heads % g == 0)
+def best_head_groups(
+    rows: int, tokens: int, pairs: int, *, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int
+) -> int:
+    """In how many groups `gather` works off the kv heads: the rule of the exchange itself, and of every prediction.
+
+    All fetching but a group's is hidden, against what each further group costs and joining the groups' outputs. The
+    prices are always those of `H200`, since all ranks must come to one number.
+
+    Args:
+        rows: most rows that a rank receives or sends.
+        tokens, pairs: most tokens and visible pairs of a rank.
+    """
+    row = 2 * kv_heads * head_dim
+    # Keys and values come twice, their gradients go home once.
+    fetch = rows * row * (2 * element_bytes + max(element_bytes, ACCUMULATION_BYTES)) * H200.pull_mib // MIB
+    joined = 2 * tokens * query_heads * head_dim * element_bytes * H200.memory_mib // MIB
+    tile = _by_head_size(H200.tile_forward, head_dim) + _by_head_size(H200.tile_backward, head_dim)
+    further = H200.group + pairs // TILE**2 * tile * query_heads // 1000 * H200.group_per_mille // 1000
+    times = {
+        groups: fetch // groups + (joined if groups > 1 else 0) + (groups - 1) * further
+        for groups in range(1, MOST_GROUPS + 1)
+        if kv_heads % groups == 0
+    }
+    return min(times, key=lambda groups: times[groups])
+
+
+def head_groups(figures: Figures, shape: ModelShape) -> int:
+    """Head groups of `gather` under a layout."""
+    return _head_groups(figures.busiest_rows, int(figures.tokens.max()), int(figures.pairs.max()), shape)
+
+
+def _head_groups(rows: int, tokens: int, pairs: int, shape: ModelShape) -> int:
+    return best_head_groups(
+        rows,
+        tokens,
+        pairs,
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        element_bytes=shape.element_bytes,
+    )
 
 
 def step_time(figures: Figures, shape: ModelShape, costs: Costs = H200) -> StepTime:
@@ -226,12 +270,17 @@ def _by_head_size(table: tuple[tuple[int, int], ...], head_dim: int) -> int:
     return cost * head_dim // size
 
 
-def gather_time(figures: Figures, shape: ModelShape, costs: Costs) -> tuple[LayerTime, LayerTime]:
+def gather_time(
+    figures: Figures, shape: ModelShape, costs: Costs, groups: int | None = None
+) -> tuple[LayerTime, LayerTime]:
     """A softmax-attention layer whose head groups are fetched while the group before computes.
 
     Backward fetches the rows again and returns their gradients. The first fetch and the last return are exposed.
+
+    Args:
+        groups: head groups; None: `head_groups`.
     """
-    groups = head_groups(shape)
+    groups = head_groups(figures, shape) if groups is None else groups
     query_tiles = -(-figures.tokens // TILE)
     kernel = kernel_time(figures.tiles, query_tiles, shape.query_heads, shape, costs)
     tokens = token_time(figures.tokens, shape.attention_products, shape, costs)
@@ -239,14 +288,20 @@ def gather_time(figures: Figures, shape: ModelShape, costs: Costs) -> tuple[Laye
     moves = (rows_in > 0) | (rows_out > 0)
     fetch = _pull(np.maximum(rows_in, rows_out) * shape.kv_row_bytes // groups, moves, costs)
     home = _pull(np.maximum(rows_in, rows_out) * shape.kv_gradient_bytes // groups, moves, costs)
+    output = figures.tokens * shape.query_heads * shape.head_dim * shape.element_bytes
+    joined = 2 * output * costs.memory_mib // MIB if groups > 1 else 0
+    further = (groups - 1) * (rows_in > 0)  # a rank that fetches nothing computes all heads in one call
     parts = []
-    for work, alone, each, last in ((kernel[0], tokens[0], fetch, 0), (kernel[1], tokens[1], fetch + home, home)):
+    for work, alone, each, last, join in (
+        (kernel[0], tokens[0], fetch, 0, joined),
+        (kernel[1], tokens[1], fetch + home, home, 0),
+    ):
         first = fetch
         hidden_at_most = work // groups
         exposed = first + last + (groups - 1) * np.maximum(0, each - hidden_at_most)
         exposed += groups * each * costs.pull_slowdown_percent // 100
-        launches = (groups - 1) * costs.launch * bool(moves.any())
-        parts.append(LayerTime(alone + work + launches, exposed))
+        split = further * (costs.group // 2 + work * costs.group_per_mille // 1000) + join * (rows_in > 0)
+        parts.append(LayerTime(alone + work + split, exposed))
     return parts[0], parts[1]
 
 
@@ -321,7 +376,7 @@ def split_prices(pairs: int, tokens: int, shape: ModelShape, costs: Costs = H200
     """What two sides of a split are judged by before a whole layout is measured, per softmax-attention layer."""
     tile = _by_head_size(costs.tile_forward, shape.head_dim) + _by_head_size(costs.tile_backward, shape.head_dim)
     tile = tile * shape.query_heads  # 1,000 tiles
-    groups = head_groups(shape)
+    groups = _head_groups(tokens, tokens, pairs, shape)  # as if a rank held and saw everything
     fetch = shape.kv_row_bytes * 1000 * costs.pull_mib // MIB
     home = shape.kv_gradient_bytes * 1000 * costs.pull_mib // MIB
     row = (2 * fetch + home) // groups + (2 * fetch + home) * costs.pull_slowdown_percent // 100

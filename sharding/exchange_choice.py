@@ -106,7 +106,7 @@ def _gather(figures: Figures, model: ModelShape, costs: Costs) -> int:
 def _gather_bytes(figures: Figures, model: ModelShape) -> int:
     """Two head groups of all visible rows, and one group of their gradients in backward."""
     rows = int((figures.tokens + figures.rows_in).max())
-    return rows * (2 * model.kv_row_bytes + model.kv_gradient_bytes) // head_groups(model)
+    return rows * (2 * model.kv_row_bytes + model.kv_gradient_bytes) // head_groups(figures, model)
 
 
 def _rounds(rows: np.ndarray) -> np.ndarray:

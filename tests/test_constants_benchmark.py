@@ -69,8 +69,8 @@ def test_what_one_gpu_measures_runs(monkeypatch):
     ]
     assert all(s.ms > 0 for s in samples)
     lines = constants.card_lines(H200, CPU, product=64, copy_mib=1)
-    lines.append(constants.launch_line(H200, make_problem(TOY, device=CPU, dtype=torch.float32)))
-    assert [line.name for line in lines] == ["tera_product", "memory_mib", "launch"]
+    lines.append(constants.group_line(H200, make_problem(TOY, device=CPU, dtype=torch.float32)))
+    assert [line.name for line in lines] == ["tera_product", "memory_mib", "group_per_mille"]
     assert "tera_product" in str(lines[0])
     workload_forest.cache_clear()
 

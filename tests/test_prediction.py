@@ -18,7 +18,7 @@ from cp_engine.prediction import (
     one_gpu_time,
     place,
 )
-from cp_engine.sharding.cost import MIB, PRESETS, kernel_time, step_time
+from cp_engine.sharding.cost import MIB, PRESETS, head_groups, kernel_time, step_time
 from cp_engine.sharding.exchange_choice import choose_exchange
 from cp_engine.sharding.forest import build_forest
 from cp_engine.sharding.measure import TILE
@@ -62,7 +62,7 @@ def test_a_row_between_hosts_takes_the_adapter():
     split = replace(H200, gpus_per_node=2)
     near, far = predictor.times(H200)["gather"], predictor.times(split)["gather"]
     # Two of three readers are far: that link carries 16,384 rows, where the one on the host carries 8,192.
-    groups, latency = 4, split.between_latency + 2 * split.peer_latency
+    groups, latency = head_groups(placement.figures, MODEL), split.between_latency + 2 * split.peer_latency
     as_near = 2 * 8192 * split.between_mib // split.costs.pull_mib
     fetch = as_near * MODEL.kv_row_bytes // groups * split.costs.pull_mib // MIB + latency
     figures = placement.figures

@@ -99,7 +99,8 @@ def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, sen
     # Received rows follow the local tokens; a padding row is no key.
     order = np.where(remote, order - rows + len(local_keys), order)
     tables = (torch.as_tensor(table, device=send_rows.device) for table in (order, local_keys, remote_keys))
-    return GatherTables(moves, owner_rows.tolist(), send_rows, *tables, on_device(gather.intervals), head_groups)
+    most = int(owner_rows.max()), gather.most_pairs
+    return GatherTables(moves, *most, send_rows, *tables, on_device(gather.intervals), head_groups)
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,10 @@ from typing import Any
 
 import torch
 
+from cp_engine.sharding.cost import best_head_groups
 from cp_engine.sharding.exchange.rows import accumulation_dtype, take_rows
 from cp_engine.sharding.exchange.transport import Arrival, Part, Shipment, Transport
 from cp_engine.sharding.row_exchange import Moves
-
-MOST_GROUPS = 4
-# Measured on an H200 (docs/log.md, 2026-11-29): a peer's memory is read at 353 GB/s, own memory copied at 4,280 GB/s
-# (read and written).
-READ_BYTES_PER_NS, COPY_BYTES_PER_NS = 353, 2140
-GROUP_NS = 60_000  # launches of one more group, forward and backward; predicted
-# A kernel copies the heads of a group out of q in forward, out of q, out and dout in backward; and out is joined.
-HEAD_COPIES = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,37 +33,35 @@ class GatherTables:
     """A `GatherPlan` on a device."""
 
     moves: Moves  # of key rows
-    owner_rows: list[int]  # rows of each rank, or of each team of `ulysses_gather`
+    most_rows: int  # rows of the rank, or team of `ulysses_gather`, that has most
+    most_pairs: int  # visible pairs of the rank or team that has most
     send_rows: torch.Tensor  # int64 [sum(moves.send_counts)] local rows, receivers in rank order
     key_order: torch.Tensor  # int64 [K] index of each key row in concat(local rows, received rows)
     local_keys: torch.Tensor  # int64 [n] key row of each local token; empty for a padding row
     remote_keys: torch.Tensor  # int64 [K_in] key row of each received row
     intervals: Any  # the kernel's, over the K gathered key rows
-    groups: int | None = None  # head groups; None: `head_groups` decides
+    groups: int | None = None  # head groups; None: `sharding.cost.best_head_groups` decides
 
 
 def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> int:
     """In how many groups the kv heads are worked off: the same on every rank, since it comes from what all know.
 
-    One group more hides a part of the fetching, but each kernel then copies its heads out of q and into out.
+    Raises:
+        ValueError: for a number of groups that the kv heads do not allow.
     """
-    if tables.groups is not None:
-        if not 1 <= tables.groups <= kv_heads:
-            raise ValueError(
-                f"exchange gather can use 1 to {kv_heads} groups of {kv_heads} kv heads; got {tables.groups}"
-            )
-        return tables.groups
-    row = 2 * kv_heads * size
-    rows = max(tables.moves.most_out, tables.moves.back.most_out)
-    # Keys and values come twice, their gradients go home once.
-    fetch_ns = rows * row * (2 * dtype.itemsize + accumulation_dtype(dtype).itemsize) // READ_BYTES_PER_NS
-    copy_ns = max(tables.owner_rows) * query_heads * size * dtype.itemsize * HEAD_COPIES // COPY_BYTES_PER_NS
-    times = {
-        groups: fetch_ns // groups + (copy_ns if groups > 1 else 0) + groups * GROUP_NS
-        for groups in range(1, MOST_GROUPS + 1)
-        if kv_heads % groups == 0
-    }
-    return min(times, key=times.get)
+    if tables.groups is None:
+        return best_head_groups(
+            max(tables.moves.most_out, tables.moves.back.most_out),
+            tables.most_rows,
+            tables.most_pairs,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=size,
+            element_bytes=dtype.itemsize,
+        )
+    if not 1 <= tables.groups <= kv_heads:
+        raise ValueError(f"exchange gather can use 1 to {kv_heads} groups of {kv_heads} kv heads; got {tables.groups}")
+    return tables.groups
 
 
 @dataclass(frozen=True)
