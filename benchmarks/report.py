@@ -87,6 +87,22 @@ with what it waits for.
 GDN_SWEEP = """Launch options of our kernels, each checked as above.
 """
 
+STEP = """Whole training steps (forward, backward, optimizer) in bf16 with random weights, by the wall clock. Flat: the
+same model, engine, objective, head on trained tokens and recompute on every rollout as a row of its own, in
+micro-batches, with the fastest of FA4, cuDNN and FA2. FLOP ratio: model FLOPs of flat over tree, from tokens, visible
+pairs and rows of logits. No speed-up is given where loss, entropy, gradient norm or gradients differ. MFU: model FLOPs
+a second over 989 TFLOP/s, the card's dense bf16 rate by its data sheet; HFU: with what is computed again. Differences:
+loss, gradient norm, gradients.
+"""
+
+STEP_RANKS = """The same step with as many times the rollouts on several GPUs, against one of them in the same run.
+Efficiency: tree tokens a GPU and second over one GPU's.
+"""
+
+STEP_LAYER = """One decoder layer, forward and backward with the gradients of its weights, nothing recomputed.
+Published: gain over flat FlashAttention-2 that DualKV reports for one H100.
+"""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -254,6 +270,63 @@ def gdn_ranks(records: list[dict]) -> str:
     return table(head, rows) + "\n" + table(("workload", "layout", "exchange", "direction", "stages, ms"), stages)
 
 
+def steps(records: list[dict]) -> str:
+    alone, several = ([r for r in records if (r["gpus"] > 1) == many] for many in (False, True))
+    head = (
+        "model",
+        "weights",
+        "workload",
+        "tree, ms",
+        "flat, ms",
+        "speed-up",
+        "FLOP ratio",
+        "over it",
+        "tokens",
+        "pairs",
+    )
+    head += ("MFU", "HFU", "flat MFU", "flat HFU", "GiB", "flat GiB", "same micro-batch, GiB", "largest", "differences")
+    rows = []
+    for r in alone:
+        figures = [f"{r['tree_ms']:,.0f}", f"{r['flat_ms']:,.0f} ({r['flat_attention']})"]
+        figures += [_cell(r[key]) for key in ("speedup", "flop_ratio", "speedup_over_flop_ratio")]
+        figures += [_cell(r[key]) for key in ("token_ratio", "pair_ratio")]
+        figures += [f"{r[key]:.1%}" for key in ("mfu", "hfu", "flat_mfu", "flat_hfu")]
+        same, most = r["same_micro_batch"], r.get("largest")
+        figures += [_cell(r["tree_gib"]), _cell(r["flat_gib"])]
+        figures.append(f"{same['tree_gib']:.4g} / {same['flat_gib']:.4g} ({same['rollouts']} rollouts)")
+        figures.append(f"{most['tree']} / {most['flat']}" if most else "–")
+        figures.append(", ".join(f"{r[key]:.2g}" for key in ("loss_error", "norm_error", "gradient_error")))
+        rows.append([r["model"], r["weights"], r["workload"], *figures])
+    text = table(head, rows) if alone else ""
+    if several:
+        columns = ("model", "weights", "workload", "gpus", "engine", "exchange", "tree_tokens", "tree_ms", "one_gpu_ms")
+        columns += ("tokens_per_s_gpu", "one_gpu_tokens_per_s", "efficiency", "mfu", "hfu", "tree_gib", "one_gpu_gib")
+        rows = [[_cell(r[key]) for key in columns] for r in several]
+        text += f"\n### Several GPUs\n\n{STEP_RANKS}\n" + table([key.replace("_", " ") for key in columns], rows)
+    return text.lstrip("\n")
+
+
+def step_layers(records: list[dict]) -> str:
+    head = (
+        "model",
+        "workload",
+        "tree, ms",
+        "GiB",
+        "flat, ms",
+        "flat GiB",
+        "over FA2",
+        "over the fastest",
+        "FLOP ratio",
+    )
+    rows = []
+    for r in records:
+        flat = [", ".join(f"{name} {value:.4g}" for name, value in r[key].items()) for key in ("flat_ms", "flat_gib")]
+        gains = [_cell(r[key]) for key in ("gain_over_fa2", "gain_over_fastest", "flop_ratio", "published_gain", "mfu")]
+        worst = max(r["error"].values(), default=None)
+        rows.append([r["model"], r["workload"], _cell(r["tree_ms"]), _cell(r["tree_gib"]), *flat, *gains, _cell(worst)])
+    return table((*head, "published", "MFU", "error"), rows)
+
+
 def every_column(records: list[dict]) -> str:
     columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
     columns = [k for k in columns if any(r.get(k) is not None for r in records)]
@@ -277,6 +350,8 @@ SECTIONS = {
     "gdn-sweep": Section("Gated delta rule, launch options", GDN_SWEEP, every_column),
     "forest": Section("Building the forests of the seven sets", "Median of repeats on one core.\n", every_column),
     "attention": Section("Attention", ATTENTION, attention),
+    "step": Section("Training steps", STEP, steps),
+    "step-layer": Section("One decoder layer", STEP_LAYER, step_layers),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cp_engine.config import Config, LossConfig
 from cp_engine.distributed.agree import require_equal_digests
@@ -43,12 +44,15 @@ class Engine:
 
     Every rank constructs it with the same config and passes the same rollouts to `train_step`.
 
+    Args:
+        causal_lm: the model to train, in the configured dtype; None loads ``config.model.path``.
+
     Raises:
         ValueError: when ``parallel.dp x parallel.cp`` is not the number of rank processes, ranks were given different
             settings (raised on every rank), or the model is not supported.
     """
 
-    def __init__(self, config: Config, ranks: Ranks | None = None):
+    def __init__(self, config: Config, ranks: Ranks | None = None, causal_lm: nn.Module | None = None):
         self.config = config
         self.ranks = ranks or join_ranks(config.parallel.timeout_s)
         self.mesh = make_mesh(self.ranks, config.parallel.dp, config.parallel.cp)
@@ -56,7 +60,7 @@ class Engine:
         settings = config.model_dump_json(exclude={"data", "output_dir"}).encode()
         require_equal_digests(hashlib.blake2b(settings, digest_size=16).hexdigest(), "configuration", self.ranks)
         self.dtype = getattr(torch, config.dtype)
-        hf_model = load_model(
+        hf_model = causal_lm or load_model(
             config.model.path,
             self.dtype,
             vocab_size=config.model.vocab_size,

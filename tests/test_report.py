@@ -59,3 +59,37 @@ def test_gdn_times_name_what_counts_and_what_does_not():
     assert "| toy | fla_flat, timing only | 5,000 | 1.051 | 1.00 | 3.00 | 1.05 | – |" in text
     assert "| toy | flat, values wrong | 5,000 | 1.051 | 1.00 | 3.00 | – | – |" in text
     assert "| toy | tree | fwd | states | 0.750 | 75% | 0.250 |" in text
+
+
+def test_steps_have_a_table_of_one_gpu_one_of_several_and_one_of_layers():
+    about = {"bench": "step", "model": "m, 12 layers", "weights": "LoRA 16", "workload": "toy", "gpus": 1}
+    one = about | {"tree_ms": 2000.0, "flat_ms": 9000.0, "flat_attention": "fa4", "speedup": 4.5, "flop_ratio": 4.6}
+    one |= {"speedup_over_flop_ratio": 0.978, "token_ratio": 4.4, "pair_ratio": 2.6, "mfu": 0.46, "hfu": 0.6}
+    one |= {"flat_mfu": 0.45, "flat_hfu": 0.61, "tree_gib": 55.5, "flat_gib": 70.2, "loss_error": 1e-6}
+    one |= {"norm_error": 1e-3, "gradient_error": 0.012, "same_micro_batch": {"rollouts": 8, "tree_gib": 20.5}}
+    one["same_micro_batch"]["flat_gib"] = 70.2
+    wrong = one | {
+        "workload": "bad",
+        "speedup": None,
+        "speedup_over_flop_ratio": None,
+        "largest": {"tree": 64, "flat": 8},
+    }
+    two = about | {"gpus": 2, "engine": "plain", "exchange": "gather", "tree_tokens": 140000, "tree_ms": 2100.0}
+    two |= {"one_gpu_ms": 2000.0, "tokens_per_s_gpu": 35000, "one_gpu_tokens_per_s": 37000, "efficiency": 0.946}
+    two |= {"mfu": 0.44, "hfu": 0.58, "tree_gib": 60.0, "one_gpu_gib": 55.5}
+    layer = {"bench": "step-layer", "model": "m", "workload": "toy", "gpus": 1, "tree_ms": 50.0, "tree_gib": 9.5}
+    layer |= {"flat_ms": {"fa2": 220.0, "fa4": 190.0}, "flat_gib": {"fa2": 30.0, "fa4": 29.0}, "gain_over_fa2": 4.4}
+    layer |= {"gain_over_fastest": 3.8, "flop_ratio": 4.2, "published_gain": 4.28, "mfu": 0.55, "error": {"fa2": 0.004}}
+    text = page([record | STAMPED for record in (one, wrong, two, layer)])
+    figures = "46.0% | 60.0% | 45.0% | 61.0% | 55.5 | 70.2 | 20.5 / 70.2 (8 rollouts)"
+    row = (
+        "| m, 12 layers | LoRA 16 | {} | 2,000 | 9,000 (fa4) | {} | 4.4 | 2.6 | "
+        + figures
+        + " | {} | 1e-06, 0.001, 0.012 |"
+    )
+    assert row.format("toy", "4.5 | 4.6 | 0.978", "–") in text and row.format("bad", "– | 4.6 | –", "64 / 8") in text
+    assert (
+        "| toy | 2 | plain | gather | 140,000 | 2100 | 2000 | 35,000 | 37,000 | 0.946 | 0.44 | 0.58 | 60 | 55.5 |"
+        in text
+    )
+    assert "| toy | 50 | 9.5 | fa2 220, fa4 190 | fa2 30, fa4 29 | 4.4 | 3.8 | 4.2 | 4.28 | 0.55 | 0.004 |" in text

@@ -1,0 +1,72 @@
+"""A training step on several GPUs against one of them, in the same run: weak scaling of context parallelism."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from benchmarks import clock
+from benchmarks.step_flops import PEAK_TFLOPS
+from benchmarks.step_run import Setup, StepRun, differences, within_bounds
+from benchmarks.step_workloads import workload_rollouts
+from cp_engine.distributed.ranks import Ranks
+
+
+def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: Ranks) -> dict:
+    """The record of one workload: all ranks share a step of ``world`` times the rollouts that one GPU trains.
+
+    Every rank calls it. One GPU runs on every rank at once, with whole weights. That the ranks compute the same is
+    checked on one GPU's rollouts, by loss, entropy and gradient norm.
+    """
+    began = time.perf_counter()
+
+    def rollouts(copies: int, vocab_size: int):
+        return workload_rollouts(workload, vocab_size, copies, arguments.limit_tokens, arguments.data)
+
+    # Sharded adapters start from zeros, as everywhere: drawn ones would not be those of one GPU.
+    setup = replace(setup, draw_adapters=setup.engine == "plain")
+    run = StepRun(replace(setup, engine="plain"), Ranks(0, 1, None, ranks.device))
+    of_one = rollouts(1, run.engine.vocab_size)
+    one_work, flops, dtype = run.work(of_one), run.flops, run.engine.dtype
+    run.steps(of_one)
+    one = run.steps(of_one, arguments.repeats)
+    del run
+    clock.release(ranks.device)
+    run = StepRun(setup, ranks)
+    one = replace(one, seconds=run.slowest(one.seconds))
+    of_all = rollouts(ranks.world, run.engine.vocab_size)
+    found = differences(run.steps(of_one), replace(one, gradients={}))
+    run.steps(of_all)
+    several, work = run.steps(of_all, arguments.repeats), run.work(of_all)
+    rate, one_rate = work.tokens / several.seconds / ranks.world, one_work.tokens / one.seconds
+    peak, right = PEAK_TFLOPS * 1e12, within_bounds(found, dtype)
+    return {
+        "bench": "step",
+        "workload": workload,
+        "model": setup.title,
+        "weights": setup.weights,
+        "method": "tree",
+        "gpus": ranks.world,
+        "engine": setup.engine,
+        "recompute": setup.recompute,
+        "exchange": several.metrics["exchange"],
+        "rollouts": len(of_all),
+        "tree_tokens": work.tokens,
+        "tree_ms": round(1e3 * several.seconds, 2),
+        "one_gpu_ms": round(1e3 * one.seconds, 2),
+        "tokens_per_s_gpu": round(rate),
+        "one_gpu_tokens_per_s": round(one_rate),
+        "mfu": round(flops.model(work) / several.seconds / ranks.world / peak, 4),
+        "hfu": round(flops.hardware(work, setup.recompute) / several.seconds / ranks.world / peak, 4),
+        "one_gpu_mfu": round(flops.model(one_work) / one.seconds / peak, 4),
+        "tree_gib": several.peak_gib,
+        "one_gpu_gib": one.peak_gib,
+        "token_imbalance": several.metrics["token_imbalance"],
+        "pair_imbalance": several.metrics["pair_imbalance"],
+        "plan_wait_ms": round(several.metrics["plan_wait_ms"], 2),
+        **{name: float(f"{error:.3g}") for name, error in found.items()},
+        "right": right,
+        "efficiency": round(rate / one_rate, 3) if right else None,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
