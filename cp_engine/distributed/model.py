@@ -118,13 +118,20 @@ class TorchModel(DistributedModel):
             parameter.grad = None
 
     def save_state(self, folder):
+        self._begin_moments()
         save_tensors(dict(self._state()), folder, self.ranks)
 
     def load_state(self, folder):
-        for parameter in self.updated.values():
-            self.optimizer.state[parameter] |= empty_moments(self.optimizer, parameter)
+        self._begin_moments()
         load_tensors(dict(self._state()), folder, self.ranks)
         self.after_update()
+
+    def _begin_moments(self) -> None:
+        """Give tensors that no step has updated yet, such as after skipped steps, what the first one would."""
+        for parameter in self.updated.values():
+            state = self.optimizer.state[parameter]
+            if not state:
+                state |= empty_moments(self.optimizer, parameter)
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of a checkpoint, read and written in place."""

@@ -71,6 +71,21 @@ def test_a_checkpoint_goes_on_with_another_engine_and_mesh(plain, tmp_path):
         assert largest_error(weights, plain[1]) < 1e-9
 
 
+def test_a_checkpoint_after_skipped_steps_alone_can_be_read(tmp_path):
+    sections = ADAM | mesh(1, 1)
+    sections["optimizer"] = sections["optimizer"] | {"on_nonfinite": "skip"}
+    engine = Engine(tiny_config(sections), this_rank())
+    backward = engine.distributed.backward
+    engine.distributed.backward = lambda loss, last: backward(loss * float("nan"), last)
+    assert engine.train_step(sample())["skipped"]
+    engine.distributed.backward = backward
+    Checkpoints(tmp_path, 2).save(engine)
+    other = Engine(tiny_config(sections), this_rank())
+    assert Checkpoints(tmp_path, 2).resume(other) and other.steps_done == 1
+    assert other.train_step(sample())["loss"] == engine.train_step(sample())["loss"]
+    assert largest_error(weights_of(other), weights_of(engine)) == 0.0
+
+
 def test_only_complete_checkpoints_of_the_same_run_are_used(tmp_path):
     engine = Engine(tiny_config(ADAM | mesh(1, 1)), this_rank())
     checkpoints = Checkpoints(tmp_path, 2)
