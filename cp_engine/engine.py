@@ -55,10 +55,11 @@ class Engine:
     def __init__(self, config: Config, ranks: Ranks | None = None, causal_lm: nn.Module | None = None):
         self.config = config
         self.ranks = ranks or join_ranks(config.parallel.timeout_s)
-        self.mesh = make_mesh(self.ranks, config.parallel.dp, config.parallel.cp)
-        # Ranks with another loss or learning rate would go on together and train something else.
+        # Ranks with another loss or learning rate would go on together and train something else, and those with another
+        # mesh would wait for groups that the others do not make.
         settings = config.model_dump_json(exclude={"data", "output_dir"}).encode()
         require_equal_digests(hashlib.blake2b(settings, digest_size=16).hexdigest(), "configuration", self.ranks)
+        self.mesh = make_mesh(self.ranks, config.parallel.dp, config.parallel.cp, config.parallel.timeout_s)
         self.dtype = getattr(torch, config.dtype)
         hf_model = causal_lm or load_model(
             config.model.path,

@@ -66,7 +66,8 @@ def disagree(kind: str) -> str:
     ranks = this_rank()
     other = kind if ranks.rank == 1 else ""
     try:
-        engine = Engine(config(ranks.world, optimizer={"lr": 2e-3 if other == "settings" else 1e-3}), ranks)
+        cp, lr = ranks.world + (other == "mesh"), 2e-3 if other == "settings" else 1e-3
+        engine = Engine(config(cp, optimizer={"lr": lr}), ranks)
         rollouts = read_rollouts(SAMPLE, limit=4)
         engine.train_step(rollouts[::-1] if other == "rollouts" else rollouts)
     except ValueError as error:
@@ -74,7 +75,9 @@ def disagree(kind: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("kind", "what"), [("settings", "configuration"), ("rollouts", "step")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("settings", "configuration"), ("mesh", "configuration"), ("rollouts", "step")]
+)
 def test_ranks_that_disagree_fail_together(kind, what):
     for message in run_ranks(2, disagree, kind):
         assert message.startswith(

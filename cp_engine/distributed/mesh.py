@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,8 +28,11 @@ class Mesh:
         return self.everyone.rank // self.cp
 
 
-def make_mesh(ranks: Ranks, dp: int, cp: int) -> Mesh:
+def make_mesh(ranks: Ranks, dp: int, cp: int, timeout_s: int) -> Mesh:
     """Lay ``ranks`` out on a mesh; every rank calls it.
+
+    Args:
+        timeout_s: seconds that a rank waits for the others of its CP group.
 
     Raises:
         ValueError: when the number of ranks is not ``dp * cp``.
@@ -43,8 +47,9 @@ def make_mesh(ranks: Ranks, dp: int, cp: int) -> Mesh:
         return Mesh(ranks, ranks, dp)
     group = None
     if cp > 1:
-        mesh = init_device_mesh(ranks.device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
-        group = mesh.get_group("cp")
+        # Not by a device mesh: its groups have torch's timeouts instead of the run's.
+        neighbours = [list(range(first, first + cp)) for first in range(0, ranks.world, cp)]
+        group, _ = dist.new_subgroups_by_enumeration(neighbours, timeout=timedelta(seconds=timeout_s))
     return Mesh(ranks, Ranks(ranks.rank % cp, cp, group, ranks.device), dp)
 
 
