@@ -60,12 +60,13 @@ def shutdown(code: int) -> None:
     """End this rank process with ``code``; does not return.
 
     Interpreter exit with live gloo threads and sharded tensors aborts now and then after all work is done, so every
-    rank waits for the others, drops the group, flushes and leaves without running destructors.
+    rank waits for the others, drops the group, flushes and leaves without running destructors. A rank that failed
+    leaves at once: dropping the group waits for what NCCL has in flight, which the others may never join, and they
+    learn of the failure from its end.
     """
-    gc.collect()
-    if dist.is_initialized():
-        if code == 0:
-            dist.barrier()
+    if code == 0 and dist.is_initialized():
+        gc.collect()
+        dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from cp_engine.distributed.agree import require_equal_digests
 from cp_engine.distributed.gradients import clip_gradients, sum_gradients
+from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks
 from tests.ranks import run_ranks
 
@@ -36,6 +37,15 @@ def test_ranks_that_differ_raise_on_every_rank():
     assert all(m.startswith("ranks [1] have another pack plan than rank 0") for m in messages)
 
 
+def _group_timeouts(timeout_s: int) -> tuple[float, list[int]]:
+    group = make_mesh(this_rank(), 2, 2, timeout_s).context.group
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds(), dist.get_process_group_ranks(group)
+
+
+def test_context_parallel_groups_are_neighbours_and_have_the_timeout_of_the_run():
+    assert run_ranks(4, _group_timeouts, 77) == [(77.0, [0, 1])] * 2 + [(77.0, [2, 3])] * 2
+
+
 def _summed():
     ranks = this_rank()
     model = torch.nn.Linear(2, 2, dtype=torch.float64)
@@ -54,6 +64,22 @@ def test_gradients_are_summed_and_clipped_by_the_global_norm():
         assert got == pytest.approx(norm, rel=1e-14)
         assert weight[0][0] == pytest.approx(6 / (norm + 1e-6), rel=1e-12)
         assert bias == pytest.approx([3 / (norm + 1e-6), 4 / (norm + 1e-6)], rel=1e-12)
+
+
+_FAILED_RANK = """
+import time
+import torch.distributed as dist
+from cp_engine.distributed.ranks import shutdown
+dist.is_initialized = lambda: True
+# NCCL waits here for what peers never join.
+dist.destroy_process_group = lambda: time.sleep(60)
+shutdown(3)
+"""
+
+
+def test_a_failed_rank_ends_without_its_peers():
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    assert subprocess.run([sys.executable, "-c", _FAILED_RANK], env=env, timeout=45).returncode == 3
 
 
 _SCRIPT = """
