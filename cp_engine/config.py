@@ -170,6 +170,15 @@ class CheckpointConfig(_Section):
     """auto goes on from the last complete checkpoint in the output folder; never starts anew."""
 
 
+class MetricsConfig(_Section):
+    """Where metrics go besides `metrics.jsonl` (docs/metrics.md)."""
+
+    tensorboard: bool = False
+    """Event files in the folder `tensorboard` below output_dir."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to log to; null logs nothing there."""
+
+
 class Config(_Section):
     model: ModelConfig
     data: DataConfig | None = None
@@ -186,6 +195,7 @@ class Config(_Section):
     """Weights and activations. With bfloat16 the optimizer updates float32 masters, and decays stay float32."""
     checkpoint: CheckpointConfig | None = None
     """When `train` writes checkpoints below output_dir; null writes none."""
+    metrics: MetricsConfig = MetricsConfig()
     output_dir: str | None = None
     """Where `train` writes metrics.jsonl, config.json and the final weights."""
     seed: int = 0

@@ -22,7 +22,7 @@ from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks, join_ranks
 from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.losses.router_balance import RouterBalance
-from cp_engine.metrics import StepMeter
+from cp_engine.metrics import StepMeter, metered
 from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees, save_adapter, save_model
 from cp_engine.models.lora import add_lora
 from cp_engine.models.routers import router_shape
@@ -57,7 +57,7 @@ class Engine:
         self.ranks = ranks or join_ranks(config.parallel.timeout_s)
         # Ranks with another loss or learning rate would go on together and train something else, and those with another
         # mesh would wait for groups that the others do not make.
-        settings = config.model_dump_json(exclude={"data", "output_dir"}).encode()
+        settings = config.model_dump_json(exclude={"data", "metrics", "output_dir"}).encode()
         require_equal_digests(hashlib.blake2b(settings, digest_size=16).hexdigest(), "configuration", self.ranks)
         self.mesh = make_mesh(self.ranks, config.parallel.dp, config.parallel.cp, config.parallel.timeout_s)
         self.dtype = getattr(torch, config.dtype)
@@ -70,6 +70,7 @@ class Engine:
         )
         self.conv_width = conv_width(hf_model.config)
         self.shape = model_shape(hf_model.config, self.dtype.itemsize)
+        self.metered = metered(hf_model.config, config, self.shape, self.ranks.device)
         self.routers = router_shape(hf_model)
         if config.loss.router_aux_coef and self.routers is None:
             raise ValueError(
@@ -107,7 +108,7 @@ class Engine:
         step = self.lookahead.step(rollouts)
         require_equal_digests(step.digest(), "step", self.ranks)
         self.distributed.zero_grad()
-        meter = StepMeter(step, self.mesh)
+        meter = StepMeter(step, self.mesh, self.metered)
         self.accumulate_gradients(step, meter, upcoming)
         optimizer = self.config.optimizer
         lr = learning_rate(self.steps_done, optimizer, self.config.steps)
@@ -118,8 +119,7 @@ class Engine:
                 f"the gradient norm of step {self.steps_done + 1} is {norm}; the weights are those from before it"
             )
         self.steps_done += 1
-        figures = meter.summary(self.steps_done, norm, time.perf_counter() - started)
-        return figures | {"lr": lr, "skipped": not finite}
+        return meter.summary(self.steps_done, norm, lr, not finite, started)
 
     def accumulate_gradients(
         self, step: StepData, meter: StepMeter | None = None, upcoming: Sequence[Rollout] | None = None

@@ -68,12 +68,34 @@ def _scaled(products: tuple[int, int], memory: tuple[int, int], link: tuple[int,
     )
 
 
-# Dense bf16 TFLOP/s, memory TB/s and NVLink GB/s one way: H200 989, 4.8, 450; H100 989, 3.35, 450; B200 2250, 8, 900.
+# Published dense bf16 TFLOP/s by the words of a card's name; the first that occurs in it counts.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "GB200": 2500,
+    "B200": 2250,
+    "A100": 312,
+}
+
+
+def peak_flops(device_name: str | None, dtype: str) -> float | None:
+    """Peak FLOP/s of a card (`torch.cuda.get_device_name`) in bfloat16; None for others, other dtypes and CPUs."""
+    if device_name is None or dtype != "bfloat16":
+        return None
+    return next((1e12 * tera for words, tera in PEAK_TFLOPS.items() if words in device_name), None)
+
+
+# Memory TB/s and NVLink GB/s one way: H200 4.8, 450; H100 3.35, 450; B200 8, 900.
 MACHINES = {
     "h200": Machine(name="h200", costs=H200, memory_bytes=141 * 10**9, measured=True),
     "h100": Machine(name="h100", costs=_scaled((1, 1), (480, 335), (1, 1)), memory_bytes=80 * 10**9, measured=False),
     "b200": Machine(
-        name="b200", costs=_scaled((989, 2250), (48, 80), (1, 2)), memory_bytes=180 * 10**9, measured=False
+        name="b200",
+        costs=_scaled((PEAK_TFLOPS["H200"], PEAK_TFLOPS["B200"]), (48, 80), (1, 2)),
+        memory_bytes=180 * 10**9,
+        measured=False,
     ),
 }
 

@@ -1,49 +1,101 @@
-"""The numbers of a training step, summed over packs and ranks, and the file they are written to."""
+"""The numbers of a training step, summed over packs and ranks. `docs/metrics.md` has them all with their units."""
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
+import time
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from cp_engine.config import Config
 from cp_engine.distributed.mesh import Mesh
+from cp_engine.exchange_bytes import ExchangedSizes, attention_bytes, gdn_bytes
+from cp_engine.flops import Work, training_flops
+from cp_engine.machines import peak_flops
+from cp_engine.models.hf_gdn import gdn_heads
+from cp_engine.models.hf_relay import gdn_runs
 from cp_engine.placement import PlacedPack
+from cp_engine.sharding.cost import ModelShape
 from cp_engine.sharding.layout import rank_pairs
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData
 
+MEANS = ("entropy", "kl_ref", "kl_old", "clipped_high", "clipped_low")  # over the occurrences of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metered:
+    """What the meter has to know of a run's model and card."""
+
+    sizes: ExchangedSizes
+    vocab_size: int
+    frozen: bool  # the model's own weights are not trained
+    peak_flops: float | None  # of a rank's card; None where it is not known
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.sizes.shape
+
+    def flops(self, work: Work) -> int:
+        return training_flops(work, self.shape, self.vocab_size, self.frozen)
+
+
+def metered(hf_config, config: Config, shape: ModelShape, device: torch.device) -> Metered:
+    """The model of a text config on a device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    sizes = ExchangedSizes(
+        shape=shape,
+        gdn_heads=gdn_heads(hf_config),
+        gdn_runs=len(list(gdn_runs(hf_config))),
+        dtype=getattr(torch, config.dtype),
+    )
+    return Metered(
+        sizes=sizes,
+        vocab_size=hf_config.vocab_size,
+        frozen=config.lora is not None,
+        peak_flops=peak_flops(name, config.dtype),
+    )
+
 
 class StepMeter:
-    """Collects one step; `summary` is collective."""
+    """Collects one step, without waiting for the device; `summary` is collective and waits once.
 
-    def __init__(self, step: StepData, mesh: Mesh):
-        self.step, self.mesh = step, mesh
-        # loss, entropy, clipped above, clipped below, occurrences
-        self.sums = torch.zeros(5, dtype=torch.float64, device=mesh.everyone.device)
-        self.router_loss: torch.Tensor | None = None  # of the steps that have one
+    Sums of what each rank has are taken over all ranks. What every rank of a CP group knows of its packs (tokens,
+    pairs) is summed over the groups only.
+    """
+
+    def __init__(self, step: StepData, mesh: Mesh, model: Metered):
+        self.step, self.mesh, self.model = step, mesh, model
+        self.device_sums: dict[str, torch.Tensor] = {}  # float64 scalars of this rank
+        self.host_sums = dict.fromkeys(("occurrences", "predictors", "attention_bytes", "gdn_bytes"), 0)
         self.largest: list[tuple[int, int]] = []  # of each pack: tokens and pairs of the rank that has most
         self.total: list[tuple[int, int]] = []  # of each pack: tokens and pairs
         self.plan_seconds = self.plan_waited = 0.0
         self.exchanges: set[str] = set()
+        self.on_gpu = mesh.everyone.device.type == "cuda"
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(mesh.everyone.device)
 
     def add(self, placed: PlacedPack, plan: ShardPlan, result: PackLoss, plan_seconds: float, waited: float) -> None:
         occurrence = result.occurrence
-        self.sums += torch.stack(
-            [
-                result.loss.detach().double(),
-                result.entropy.double().sum(),
-                occurrence.clipped_high.double().sum(),
-                occurrence.clipped_low.double().sum(),
-                torch.tensor(float(plan.loss.occurrences), dtype=torch.float64, device=self.sums.device),
-            ]
-        )
-        if result.router_loss is not None:
-            so_far = 0.0 if self.router_loss is None else self.router_loss
-            self.router_loss = so_far + result.router_loss.double()
+        of_occurrences = {
+            "entropy": result.entropy,
+            "clipped_high": occurrence.clipped_high,
+            "clipped_low": occurrence.clipped_low,
+            **occurrence.watched,
+        }
+        sums = {"loss": result.loss.detach(), **result.terms}
+        sums |= {name: values.double().sum() for name, values in of_occurrences.items()}
+        for name, value in sums.items():
+            value = value.double()
+            self.device_sums[name] = self.device_sums[name] + value if name in self.device_sums else value
+        self.host_sums["occurrences"] += plan.loss.occurrences
+        self.host_sums["predictors"] += len(plan.loss.predictor_row)
+        self.host_sums["attention_bytes"] += attention_bytes(plan, self.model.sizes)
+        self.host_sums["gdn_bytes"] += gdn_bytes(plan, self.model.sizes)
         per_rank = (placed.layout.rank_token_count, rank_pairs(placed.pack.forest, placed.layout))
         self.largest.append(tuple(int(count.max()) for count in per_rank))
         self.total.append(tuple(int(count.sum()) for count in per_rank))
@@ -51,67 +103,76 @@ class StepMeter:
         self.plan_seconds += plan_seconds
         self.plan_waited += waited
 
-    def summary(self, step: int, grad_norm: float, seconds: float) -> dict[str, Any]:
-        ranks, cp = self.mesh.everyone, self.mesh.cp
-        largest, total = (torch.tensor(each, dtype=torch.float64) for each in (self.largest, self.total))
-        if ranks.group is not None:
-            dist.all_reduce(self.sums, group=ranks.group)
-            if self.mesh.dp > 1:  # the ranks of a CP group count the same pack
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
-                dist.all_reduce(total, group=ranks.group)
-                total /= cp
-            if self.router_loss is not None:
-                dist.all_reduce(self.router_loss, group=ranks.group)
-        loss, entropy, high, low, occurrences = self.sums.tolist()
-        router_loss = {} if self.router_loss is None else {"router_loss": float(self.router_loss)}
+    def summary(self, step: int, grad_norm: float, lr: float, skipped: bool, started: float) -> dict[str, Any]:
+        """The figures of `docs/metrics.md`, equal on all ranks.
+
+        Args:
+            started: `time.perf_counter` at the step's beginning.
+        """
+        device_sums = torch.stack(list(self.device_sums.values()))
+        device_sums = self._over_ranks(device_sums).tolist()  # waits for the device
+        seconds = time.perf_counter() - started
+        peak = torch.cuda.max_memory_allocated(self.mesh.everyone.device) if self.on_gpu else 0
+        host_sums = self._over_ranks(torch.tensor(list(self.host_sums.values()), dtype=torch.float64)).tolist()
+        slowest = torch.tensor([seconds, self.plan_seconds, self.plan_waited, peak], dtype=torch.float64)
+        seconds, planning, waited, peak = self._over_ranks(slowest, dist.ReduceOp.MAX).tolist()
+        sums = dict(zip([*self.device_sums, *self.host_sums], [*device_sums, *host_sums], strict=True))
+        occurrences = sums.pop("occurrences")
+        parts = {name: sums[name] for name in sums if name.endswith("loss")}
+        means = {name: sums[name] / occurrences for name in MEANS if name in sums}
+        largest, total = self._packs_of_all_groups()
         # Ranks wait for one another in every round of packs.
-        imbalance = largest.sum(0) * ranks.world / total.sum(0)
+        imbalance = largest.sum(0) * self.mesh.everyone.world / total.sum(0)
+        pairs = int(total.sum(0)[1])
         return {
             "step": step,
-            "loss": loss,
-            **router_loss,
+            **parts,
             "grad_norm": grad_norm,
-            "entropy": entropy / occurrences,
-            "clipped_high": high / occurrences,
-            "clipped_low": low / occurrences,
+            "lr": lr,
+            "skipped": skipped,
+            **means,
             "occurrences": int(occurrences),
             "packs": len(self.step.packs),
             "exchange": "+".join(sorted(self.exchanges)),
-            "tree_tokens": self.step.tree_tokens,
-            "flat_tokens": self.step.flat_tokens,
-            "tree_tokens_per_s": self.step.tree_tokens / seconds,
-            "flat_tokens_per_s": self.step.flat_tokens / seconds,
+            **self._speed(seconds, pairs, int(occurrences), int(sums["predictors"])),
             "token_imbalance": float(imbalance[0]),
             "pair_imbalance": float(imbalance[1]),
-            "plan_ms": 1000 * self.plan_seconds,
-            "plan_wait_ms": 1000 * self.plan_waited,
+            "attention_bytes": int(sums["attention_bytes"]),
+            "gdn_bytes": int(sums["gdn_bytes"]),
+            "plan_ms": 1000 * planning,
+            "plan_wait_ms": 1000 * waited,
+            "peak_gib": peak / 2**30 if self.on_gpu else None,
             "seconds": seconds,
         }
 
+    def _speed(self, seconds: float, pairs: int, occurrences: int, predictors: int) -> dict[str, Any]:
+        tree, flat = self.step.tree_tokens, self.step.flat_tokens
+        lengths = np.diff(self.step.flat.row_start)
+        executed = self.model.flops(Work(tokens=tree, pairs=pairs, predictors=predictors))
+        # Alone, every occurrence has a predictor of its own.
+        as_flat = self.model.flops(
+            Work(tokens=flat, pairs=int((lengths * (lengths + 1) // 2).sum()), predictors=occurrences)
+        )
+        peak = None if self.model.peak_flops is None else self.model.peak_flops * self.mesh.everyone.world * seconds
+        return {
+            "tree_tokens": tree,
+            "flat_tokens": flat,
+            "tree_tokens_per_s": tree / seconds,
+            "flat_tokens_per_s": flat / seconds,
+            "tflop": executed / 1e12,
+            "flat_tflop": as_flat / 1e12,
+            "mfu": None if peak is None else executed / peak,
+            "mfu_flat": None if peak is None else as_flat / peak,
+        }
 
-def strict_json(figures: dict[str, Any]) -> str:
-    """One line of JSON; a number that is not finite becomes null, which JSON has and NaN it has not."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
-    return json.dumps(finite, allow_nan=False)
+    def _packs_of_all_groups(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and pairs of each round of packs: of the rank that has most, and of all ranks. float64 [rounds, 2]."""
+        largest, total = (torch.tensor(each, dtype=torch.float64) for each in (self.largest, self.total))
+        if self.mesh.dp == 1:
+            return largest, total  # the ranks of a CP group count the same pack
+        return self._over_ranks(largest, dist.ReduceOp.MAX), self._over_ranks(total) / self.mesh.cp
 
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, flushed at once so that a run can be watched.
-
-    Args:
-        steps_done: steps of an earlier run that goes on; their lines stay, later ones will be written again.
-    """
-
-    def __init__(self, path: Path, steps_done: int = 0):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if steps_done and path.is_file() else []
-        self.path, self.file = path, path.open("w")
-        for line in lines[:steps_done]:
-            self.file.write(line + "\n")
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        self.file.write(strict_json(metrics) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+    def _over_ranks(self, values: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+        if self.mesh.everyone.group is not None:
+            dist.all_reduce(values, op=op, group=self.mesh.everyone.group)
+        return values

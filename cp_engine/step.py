@@ -171,7 +171,7 @@ class PackLoss:
     log_prob: torch.Tensor  # [O] log-prob of each occurrence, detached
     entropy: torch.Tensor  # [O] entropy of the distribution that predicts it, detached
     occurrence: OccurrenceLoss
-    router_loss: torch.Tensor | None  # the routers' part of the loss, detached; None without one
+    terms: dict[str, torch.Tensor]  # scalars that add up to the loss, detached: `policy_loss` and what is added to it
 
 
 def pack_loss(
@@ -198,12 +198,13 @@ def pack_loss(
     occurrences = _occurrences(log_prob, entropy, device_pack, step, pack, dtype)
     result = occurrence_loss(occurrences, loss, rollout_sum_over(device_pack.group))
     weight = torch.as_tensor(step.weight[pack.rollouts], dtype=dtype, device=log_prob.device)
-    total = (weight[device_pack.occurrence_rollout] * result.loss).sum()
-    router_loss = None
+    weight = weight[device_pack.occurrence_rollout]
+    total = (weight * result.loss).sum()
+    terms = {name: (weight * term).sum() for name, term in result.terms.items()}
     if balance is not None:
         router_loss = balance.loss(tuple(router_logits), device_pack, dtype)
-        total, router_loss = total + router_loss, router_loss.detach()
-    return PackLoss(total, log_prob.detach(), entropy.detach(), result, router_loss)
+        total, terms["router_loss"] = total + router_loss, router_loss.detach()
+    return PackLoss(total, log_prob.detach(), entropy.detach(), result, terms)
 
 
 def _occurrences(

@@ -15,7 +15,7 @@ from cp_engine.config import Config, read_config
 from cp_engine.rollouts import Rollout, read_rollouts
 
 if TYPE_CHECKING:
-    from cp_engine.metrics import MetricsFile
+    from cp_engine.trackers import Tracker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +75,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from cp_engine.checkpoint import Checkpoints
+    from cp_engine.cli.step_line import step_line
     from cp_engine.distributed.ranks import join_ranks
     from cp_engine.engine import Engine
     from cp_engine.models.load import check_save_place
+    from cp_engine.trackers import check_trackers, strict_json
 
     config = _config(args)
+    check_trackers(config.metrics)
     out = Path(config.output_dir)
     check_save_place(out / "final")
     ranks = join_ranks(config.parallel.timeout_s)
@@ -95,29 +98,28 @@ def run(args: argparse.Namespace) -> int:
     checkpoints = None if config.checkpoint is None else Checkpoints(out / "checkpoints", config.checkpoint.keep)
     if checkpoints is not None and config.checkpoint.resume == "auto" and checkpoints.resume(engine) and ranks.is_first:
         console.print(f"going on after step {engine.steps_done} of {config.steps}")
-    writer, metrics, begun = None, {}, engine.steps_done
+    trackers, metrics, begun = [], {}, engine.steps_done
     with Progress(console=console, disable=not ranks.is_first) as progress:
         task = progress.add_task("training", total=config.steps, completed=begun)
         for batch, upcoming in _with_next(islice(steps_of_groups(rollouts, config), begun, None)):
             metrics = engine.train_step(batch, upcoming)
             if ranks.is_first:
                 # Only now, when a whole step was possible, is an earlier run in this folder overwritten.
-                writer = writer or _start_output(out, config, begun)
-                writer.write(metrics)
-                progress.console.print(_line(metrics))
+                trackers = trackers or _start_output(out, config, begun)
+                for tracker in trackers:
+                    tracker.write(metrics)
+                progress.console.print(step_line(metrics), soft_wrap=True)
             if checkpoints is not None and engine.steps_done % config.checkpoint.every == 0:
                 checkpoints.save(engine)
             progress.advance(task)
     engine.save(out / "final")
     if config.lora is not None:
         engine.save(out / "adapter", adapter=True)
-    if writer is not None:
-        writer.close()
+    for tracker in trackers:
+        tracker.close()
     if ranks.is_first:
         console.print(f"weights: {out / 'final'}   metrics: {out / 'metrics.jsonl'}")
         if args.json:
-            from cp_engine.metrics import strict_json
-
             print(strict_json(metrics), flush=True)
     return 0
 
@@ -132,17 +134,9 @@ def _with_next(steps: Iterable[list[Rollout]]) -> Iterator[tuple[list[Rollout], 
         present = following
 
 
-def _start_output(out: Path, config: Config, steps_done: int) -> MetricsFile:
-    from cp_engine.metrics import MetricsFile
+def _start_output(out: Path, config: Config, steps_done: int) -> list[Tracker]:
+    from cp_engine.trackers import open_trackers
 
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-    return MetricsFile(out / "metrics.jsonl", steps_done)
-
-
-def _line(metrics: dict) -> str:
-    return (
-        f"step {metrics['step']}: loss {metrics['loss']:.4f}, grad norm {metrics['grad_norm']:.3f}, "
-        f"{metrics['tree_tokens']:,} of {metrics['flat_tokens']:,} tokens computed, {metrics['seconds']:.2f} s"
-        + (", skipped: a gradient is not finite" if metrics["skipped"] else "")
-    )
+    return open_trackers(out, config, steps_done)

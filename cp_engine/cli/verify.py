@@ -80,7 +80,7 @@ def _print(result: dict, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from cp_engine.metrics import strict_json
+    from cp_engine.trackers import strict_json
 
     table = Table(title="tree engine against flat rows", show_header=False)
     for name, value in result.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cp_engine.losses.cispo import cispo_loss
-from cp_engine.losses.clipped import clipped_loss, log_ratio_to_old
+from cp_engine.losses.clipped import clipped_loss, log_ratio_to_old, old_or_own
 from cp_engine.losses.dpo import dpo_loss
 from cp_engine.losses.gspo import gspo_loss
 from cp_engine.losses.importance import sampler_weight
@@ -30,14 +30,21 @@ def occurrence_loss(given: Occurrences, loss: LossConfig, rollout_sum: RolloutSu
             every rank; the other losses never do.
     """
     result = _policy_loss(given, loss, rollout_sum)
-    total = result.loss
+    terms, watched = {"policy_loss": result.loss}, {}
     if loss.sampler_cap is not None:
-        total = total * sampler_weight(given.log_prob, given.old_logprob, given.sampler_logprob, loss.sampler_cap)
+        weight = sampler_weight(given.log_prob, given.old_logprob, given.sampler_logprob, loss.sampler_cap)
+        terms["policy_loss"] = result.loss * weight
     if loss.kl_coef:
-        total = total + loss.kl_coef * kl_estimate(given.log_prob, given.ref_logprob, loss.kl_estimator)
+        watched["kl_ref"] = kl_estimate(given.log_prob, given.ref_logprob, loss.kl_estimator)
+        terms["kl_loss"] = loss.kl_coef * watched["kl_ref"]
     if loss.entropy_coef:
-        total = total - loss.entropy_coef * given.entropy
-    return replace(result, loss=total)
+        terms["entropy_loss"] = -loss.entropy_coef * given.entropy
+    if loss.name not in ("sft", "dpo"):
+        # Tokens were drawn from the old policy, so this is k3 with the two policies in the other order.
+        own = given.log_prob.detach()
+        watched["kl_old"] = kl_estimate(old_or_own(own, given.old_logprob), own, "k3")
+    detached = ({name: value.detach() for name, value in group.items()} for group in (terms, watched))
+    return replace(result, loss=sum(terms.values()), **dict(zip(("terms", "watched"), detached, strict=True)))
 
 
 def _policy_loss(given: Occurrences, loss: LossConfig, rollout_sum: RolloutSum) -> OccurrenceLoss:

@@ -7,7 +7,8 @@ flat rows. Shapes: O occurrences of this rank, r rollouts of the pack.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,11 +31,17 @@ class Occurrences:
 
 @dataclass(frozen=True)
 class OccurrenceLoss:
-    """Loss [O] of each occurrence, and which were clipped above and below (bool [O])."""
+    """Loss [O] of each occurrence, and which were clipped above and below (bool [O]).
+
+    ``terms`` add up to the loss; ``watched`` is what is measured and not trained. Both are [O] and detached; the
+    functions of single losses leave them empty.
+    """
 
     loss: torch.Tensor
     clipped_high: torch.Tensor
     clipped_low: torch.Tensor
+    terms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    watched: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def unclipped(loss: torch.Tensor) -> OccurrenceLoss:

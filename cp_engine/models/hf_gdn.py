@@ -20,6 +20,14 @@ def gdn_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (layer for layer in model.modules() if hasattr(layer, "A_log") and (_is_split(layer) or _is_fused(layer)))
 
 
+def gdn_heads(config) -> GdnHeads | None:
+    """Heads of the GDN layers of a text config; None for a model without such layers."""
+    if "linear_attention" not in (getattr(config, "layer_types", None) or []):
+        return None
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    return GdnHeads(*(getattr(config, f"linear_{name}") for name in sizes))
+
+
 def _is_split(layer: torch.nn.Module) -> bool:
     """Qwen3.5: q, k, v of one projection, and one each for the output gate z, the write strength b and the decay a."""
     return hasattr(layer, "in_proj_qkv")

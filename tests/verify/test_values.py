@@ -5,7 +5,7 @@ import json
 import numpy as np
 import torch
 
-from cp_engine.metrics import strict_json
+from cp_engine.trackers import strict_json
 from cp_engine.verify.compare import gradient_error
 from cp_engine.verify.flat import spread_units
 from cp_engine.verify.values import draw_values
