@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from cp_engine import machines
 from cp_engine.config import PackingConfig, ParallelConfig
 from cp_engine.losses.settings import LossConfig
 from cp_engine.placement import place_pack, plan_rank
@@ -25,7 +26,7 @@ from cp_engine.rollouts import Rollout
 from cp_engine.sharding.cost import ModelShape
 from cp_engine.step import prepare_step
 
-PEAK_TFLOPS = 989.0  # of an H200 in dense bf16, by its data sheet
+PEAK_TFLOPS = float(machines.PEAK_TFLOPS["H200"])
 ONE_RANK = ParallelConfig()
 
 

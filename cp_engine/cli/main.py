@@ -1,4 +1,4 @@
-"""The command line: `train`, `logprobs`, `verify` and `plan`.
+"""The command line: `train`, `logprobs`, `verify`, `plan` and `doctor`.
 
 Only the chosen command's modules are imported, so `plan` needs no torch.
 """
@@ -15,7 +15,10 @@ _COMMANDS = {
     "logprobs": "Add a model's log-probs to a rollout file.",
     "verify": "Compare the tree engine with every rollout run alone through the unmodified model.",
     "plan": "Show what sharing saves and which rank would own what.",
+    "doctor": "Show what is installed, which kernels will run here and why, and what to install.",
 }
+
+_ALONE = ("plan", "doctor")  # they start no ranks
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     command = importlib.import_module(f"cp_engine.cli.{args.command}")
-    if args.command == "plan":
+    if args.command in _ALONE:
         sys.exit(_guarded(command.run, args))
     try:
         world = command.local_ranks(args)

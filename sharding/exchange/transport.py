@@ -159,7 +159,7 @@ def _why_not_peer(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if dist.get_world_size(group) == 1:
         return "needs more than one rank"
     found: list[tuple[str, int, str | None]] = [("", 0, None)] * dist.get_world_size(group)
-    dist.all_gather_object(found, (socket.gethostname(), device.index, _why_no_symmetric_memory()), group=group)
+    dist.all_gather_object(found, (socket.gethostname(), device.index, why_no_symmetric_memory()), group=group)
     hosts = sorted({host for host, _, _ in found})
     if len(hosts) > 1:
         return f"needs all ranks on one host; they are on {len(hosts)}: {', '.join(hosts[:4])}"
@@ -169,6 +169,11 @@ def _why_not_peer(group: dist.ProcessGroup, device: torch.device) -> str | None:
     devices = [index for _, index, _ in found]
     if len(set(devices)) < len(devices):
         return f"needs a visible GPU of its own for each rank; the ranks use the devices {devices}"
+    return why_devices_apart(devices)
+
+
+def why_devices_apart(devices: Sequence[int]) -> str | None:
+    """Why GPUs of this host cannot read each other's memory; None where they can."""
     apart = [
         (one, other)
         for one in devices
@@ -178,7 +183,8 @@ def _why_not_peer(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return f"needs GPUs that read each other's memory; devices {apart[0]} do not" if apart else None
 
 
-def _why_no_symmetric_memory() -> str | None:
+def why_no_symmetric_memory() -> str | None:
+    """What this torch lacks for reads of other ranks' memory; None where it has it."""
     try:
         from torch.distributed import _symmetric_memory
     except ImportError:
