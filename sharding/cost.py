@@ -59,9 +59,9 @@ class Costs:
     send_latency: int = 32_000
     # How much longer attention takes while rows are pulled, in percent of the pull: +2.6 to +5.3 % (anchors).
     pull_slowdown_percent: int = 5
-    # One more head group of `gather`: packing, a barrier and launches, forward and backward (predicted), and what it
-    # adds to the kernels, in per mille of their time: up to 22 for the second group, up to 14 a further one (anchors).
-    group: int = 60_000
+    # One more head group of `gather`: launches, forward and backward (predicted), and what it adds to the kernels, in
+    # per mille of their time: up to 22 for the second group, up to 14 for a further one (anchors, the gather pipeline).
+    group: int = 5_000
     group_per_mille: int = 12
     # One kernel launch (predicted).
     launch: int = 5_000
@@ -290,7 +290,6 @@ def gather_time(
     home = _pull(np.maximum(rows_in, rows_out) * shape.kv_gradient_bytes // groups, moves, costs)
     output = figures.tokens * shape.query_heads * shape.head_dim * shape.element_bytes
     joined = 2 * output * costs.memory_mib // MIB if groups > 1 else 0
-    further = (groups - 1) * (rows_in > 0)  # a rank that fetches nothing computes all heads in one call
     parts = []
     for work, alone, each, last, join in (
         (kernel[0], tokens[0], fetch, 0, joined),
@@ -300,7 +299,8 @@ def gather_time(
         hidden_at_most = work // groups
         exposed = first + last + (groups - 1) * np.maximum(0, each - hidden_at_most)
         exposed += groups * each * costs.pull_slowdown_percent // 100
-        split = further * (costs.group // 2 + work * costs.group_per_mille // 1000) + join * (rows_in > 0)
+        # That kernels over few heads are slower (`group_per_mille`) is within the error of their own fit.
+        split = (groups - 1) * costs.group // 2 + join
         parts.append(LayerTime(alone + work + split, exposed))
     return parts[0], parts[1]
 
