@@ -110,7 +110,7 @@ class RawCudnn(ByAutograd):
         from cudnn.flex_attention import create_mask_plan, flex_attn_func
 
         self.q, self.k, self.v = (x[None].detach().requires_grad_() for x in (problem.q, problem.k, problem.v))
-        plan = create_mask_plan(interval_ends(problem.intervals)[None], self.q, self.k, self.v)
+        plan = create_mask_plan(interval_ends(problem.intervals).to(problem.device)[None], self.q, self.k, self.v)
         self.call = partial(flex_attn_func, mask_plan=plan, softmax_scale=problem.scale)
         self.grad_out = problem.dout[None]
 

@@ -20,6 +20,8 @@ from cp_engine.distributed.choose import distribute, load_device
 from cp_engine.distributed.full_weights import named_full_weights
 from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks, join_ranks
+from cp_engine.kernels.attention import Intervals
+from cp_engine.layers.attention import Heads, kernel_intervals
 from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.losses.router_balance import RouterBalance
 from cp_engine.metrics import StepMeter, metered
@@ -172,7 +174,14 @@ class Engine:
                 None if layout is None else row_routes(step.flat, placed.pack, layout.rank_tokens(context.rank))
                 for layout in layouts
             ]
-            on_device = device_pack(planned.plan, context.group, self.ranks.device, *routes)
+            on_device = device_pack(
+                planned.plan,
+                context.group,
+                self.ranks.device,
+                *routes,
+                intervals=planned.intervals,
+                transport=self.config.parallel.transport,
+            )
             yield planned, on_device, index + 1 == rounds
 
     @torch.no_grad()
@@ -214,10 +223,12 @@ class Engine:
             )
         return prepare_step(rollouts, self.config.packing, loss, self.shape)
 
-    def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan]:
+    def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan, list[Intervals]]:
         placed = place_pack(pack, self.config.parallel, self.shape)
         rank = self.mesh.context.rank
-        return placed, plan_rank(placed, rank, self.config.parallel.gdn_exchange, self.conv_width)
+        plan = plan_rank(placed, rank, self.config.parallel.gdn_exchange, self.conv_width)
+        heads = Heads(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim, self.dtype)
+        return placed, plan, kernel_intervals(plan.attention, self.ranks.device, heads)
 
     def named_full_weights(self, adapter: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream whole weights, one tensor at a time, for a sampler or an export; every rank iterates to the end.

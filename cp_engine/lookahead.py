@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from cp_engine.distributed.mesh import Mesh
+from cp_engine.kernels.attention import Intervals
 from cp_engine.placement import PlacedPack
 from cp_engine.rollouts import Rollout
 from cp_engine.sharding.packing import Pack, deal_packs
@@ -22,6 +23,7 @@ class PlannedPack:
     pack: Pack
     placed: PlacedPack
     plan: ShardPlan
+    intervals: list[Intervals]  # of its attention plan, with the lists that kernels will want
     seconds: float  # that planning took
     waited: float = 0.0  # seconds that the step waited for it
 
@@ -33,13 +35,13 @@ class Lookahead:
 
     Args:
         prepare: the rollouts of a step to its data.
-        plan: a pack to its placement and this rank's plan.
+        plan: a pack to its placement, this rank's plan and the intervals of its attention.
     """
 
     def __init__(
         self,
         prepare: Callable[[Sequence[Rollout]], StepData],
-        plan: Callable[[Pack], tuple[PlacedPack, ShardPlan]],
+        plan: Callable[[Pack], tuple[PlacedPack, ShardPlan, list[Intervals]]],
         mesh: Mesh,
     ):
         self._prepare, self._plan, self._mesh = prepare, plan, mesh
@@ -89,5 +91,5 @@ class Lookahead:
 
     def _timed(self, pack: Pack) -> PlannedPack:
         started = time.perf_counter()
-        placed, plan = self._plan(pack)
-        return PlannedPack(pack, placed, plan, time.perf_counter() - started)
+        placed, plan, intervals = self._plan(pack)
+        return PlannedPack(pack, placed, plan, intervals, time.perf_counter() - started)

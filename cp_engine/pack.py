@@ -5,9 +5,12 @@ Shapes: n local rows, E edges, O occurrences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
+from cp_engine.kernels.attention import Intervals
 from cp_engine.kernels.logprob import edge_tables
 from cp_engine.layers.attention import attention_tables
 from cp_engine.layers.gdn import gdn_tables
@@ -42,7 +45,16 @@ class DevicePack:
         occurrence_position: int64 [O] position of the target in the rollout.
     """
 
-    def __init__(self, plan: ShardPlan, group, device: torch.device | str, routes=None, gdn_routes=None):
+    def __init__(
+        self,
+        plan: ShardPlan,
+        group,
+        device: torch.device | str,
+        routes=None,
+        gdn_routes=None,
+        intervals: Sequence[Intervals] | None = None,
+        transport: str = "auto",
+    ):
         def on_device(array):
             return torch.as_tensor(array, dtype=torch.int64, device=device)
 
@@ -54,7 +66,7 @@ class DevicePack:
         self.gdn_rollouts = on_device(plan.gdn_rollouts)
         self.routes = None if routes is None else on_device(routes)
         self.gdn_routes = self.routes if gdn_routes is None else on_device(gdn_routes)
-        self.attention = attention_tables(plan.attention, plan.rank, device)
+        self.attention = attention_tables(plan.attention, plan.rank, device, intervals=intervals, transport=transport)
         self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
         self.relay = None if plan.relayout is None else relay_tables(plan.relayout, device)
         loss = plan.loss
@@ -65,7 +77,13 @@ class DevicePack:
 
 
 def device_pack(
-    plan: ShardPlan, group=None, device: torch.device | str = "cpu", routes=None, gdn_routes=None
+    plan: ShardPlan,
+    group=None,
+    device: torch.device | str = "cpu",
+    routes=None,
+    gdn_routes=None,
+    intervals: Sequence[Intervals] | None = None,
+    transport: str = "auto",
 ) -> DevicePack:
     """Put a rank's plan on its device.
 
@@ -73,13 +91,15 @@ def device_pack(
         group: process group of the CP ranks; None for a single rank.
         routes: of the rank's rows (`routes.row_routes`); None where routers choose.
         gdn_routes: of its rows in the layout of the GDN layers, where that is another one.
+        intervals: of attention's kernel calls where they were made ahead (`layers.attention.kernel_intervals`).
+        transport: of attention's exchanges, as `parallel.transport`.
     """
     world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     assert (plan.world, plan.rank) == (world, rank), (
         f"plan of rank {plan.rank} of {plan.world} on rank {rank} of a group of {world}"
     )
     assert routes is None or (gdn_routes is None) == (plan.relayout is None), "routes of one of two layouts"
-    return DevicePack(plan, group, device, routes, gdn_routes)
+    return DevicePack(plan, group, device, routes, gdn_routes, intervals, transport)
 
 
 def pack_of(kwargs: dict, layer: str) -> DevicePack:

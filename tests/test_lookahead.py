@@ -7,6 +7,7 @@ import pytest
 
 from cp_engine.distributed.mesh import Mesh
 from cp_engine.engine import Engine
+from cp_engine.kernels.attention import reference
 from cp_engine.lookahead import Lookahead
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
 
@@ -32,7 +33,7 @@ def seen(monkeypatch):
 def lookahead(seen, prepare=None, plan=None) -> Lookahead:
     def default(pack):
         seen.append((pack.name, threading.current_thread().name.startswith("planner")))
-        return pack.name, None
+        return pack.name, None, []
 
     return Lookahead(prepare or (lambda rollouts: _Step(*rollouts)), plan or default, ALONE)
 
@@ -72,11 +73,24 @@ def test_errors_of_the_thread_surface(seen):
     def broken(pack):
         if pack.name == "b":
             raise ValueError("no exchange keeps to the budget")
-        return pack.name, None
+        return pack.name, None, []
 
     ahead = lookahead(seen, plan=broken)
     with pytest.raises(ValueError, match="no exchange keeps to the budget"):
         list(ahead.planned(ahead.step("abc")))
+
+
+def test_lists_of_kernels_are_built_with_the_plan_and_only_there(monkeypatch):
+    on_thread, build = [], reference.build_blocks
+
+    def recorded(intervals):
+        on_thread.append(threading.current_thread().name.startswith("planner"))
+        return build(intervals)
+
+    monkeypatch.setattr(reference, "build_blocks", recorded)
+    engine = Engine(tiny_config({}), this_rank())
+    figures = engine.train_step(sample())
+    assert figures["packs"] > 1 and on_thread == [False] + [True] * (figures["packs"] - 1)
 
 
 def test_upcoming_rollouts_change_nothing_but_when_plans_are_made():

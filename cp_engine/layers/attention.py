@@ -5,6 +5,7 @@ Shapes: n local rows (the padding row of an empty rank included), Hq query heads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cp_engine.kernels.attention import Intervals, attention, attention_backward
+from cp_engine.kernels.attention import Intervals, attention, attention_backward, prepare
 from cp_engine.sharding.attention_plan import AttentionPlan, GatherPlan
 from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, gather_forward
 from cp_engine.sharding.exchange.ring import RingTables, ring_backward, ring_forward
@@ -39,33 +40,69 @@ class AttentionTables:
     transport: str  # see `cp_engine.sharding.exchange.transport.transport_for`
 
 
+@dataclass(frozen=True)
+class Heads:
+    """What kernels have to know of a model's attention."""
+
+    query: int
+    kv: int
+    size: int
+    dtype: torch.dtype
+
+
+def kernel_intervals(
+    plan: AttentionPlan, device: torch.device | str = "cpu", heads: Heads | None = None
+) -> list[Intervals]:
+    """The intervals of a rank's kernel calls, for `attention_tables`.
+
+    Args:
+        device: of the calls. Nothing is put there, so that a planning thread waits for no kernel.
+        heads: build the lists of the backends that `auto` will call for them; None leaves that to the first layer.
+    """
+    if plan.ring is not None:
+        parts = plan.ring.intervals
+    else:
+        parts = [(plan.gather or plan.ulysses or plan.ulysses_gather.gather).intervals]
+    made = [Intervals.from_arrays(part, device) for part in parts]
+    if heads is not None:
+        # Calls may take some of the heads only: what lists depend on is how many query heads share a kv head.
+        team = plan.ulysses_gather or plan.ulysses
+        shared = heads.kv if team is None else max(heads.kv, len(team.order.rank_rows))
+        for intervals in made:
+            share = max(1, heads.query // shared)  # heads that cannot be dealt out are refused by the exchange
+            prepare(intervals, query_heads=share, kv_heads=1, size=heads.size, dtype=heads.dtype)
+    return made
+
+
 def attention_tables(
     plan: AttentionPlan,
     rank: int,
     device: torch.device | str = "cpu",
     *,
+    intervals: Sequence[Intervals] | None = None,
     transport: str = "auto",
     head_groups: int | None = None,
 ) -> AttentionTables:
     """Put one rank's plan on a device.
 
     Args:
+        intervals: of `kernel_intervals` for this plan and device; None makes them here.
         transport: what carries the rows: `peer` (reads over symmetric memory), `collective` (NCCL or gloo), or `auto`.
         head_groups: in how many groups `gather` works off the kv heads; by default from the bytes that move.
     """
-    on_device = partial(Intervals.from_arrays, device=device)
+    intervals = kernel_intervals(plan, device) if intervals is None else intervals
     world = len(plan.fetch.send_counts)
     moves = Moves(rank, plan.between)
     send_rows = torch.as_tensor(plan.fetch.send_rows, device=device)
     if plan.gather is not None:
-        exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, on_device, head_groups)
+        exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, intervals[0], head_groups)
     elif plan.ring is not None:
-        exchange = RingTables(moves, send_rows, tuple(on_device(part) for part in plan.ring.intervals))
+        exchange = RingTables(moves, send_rows, tuple(intervals))
     elif plan.ulysses is not None:
         order = plan.ulysses.order
-        exchange = UlyssesTables(_head_shards(order, plan.rank_rows, rank, device), on_device(plan.ulysses.intervals))
+        exchange = UlyssesTables(_head_shards(order, plan.rank_rows, rank, device), intervals[0])
     else:
-        exchange = _ulysses_gather_tables(plan, rank, on_device, device, head_groups)
+        exchange = _ulysses_gather_tables(plan, rank, intervals[0], device, head_groups)
     return AttentionTables(world, exchange, transport)
 
 
@@ -80,17 +117,17 @@ def _head_shards(order: TokenOrder, rank_rows: np.ndarray, rank: int, device) ->
     return HeadShards(team, Moves(rank, counts), *tables)
 
 
-def _ulysses_gather_tables(plan: AttentionPlan, rank: int, on_device, device, head_groups) -> UlyssesGatherTables:
+def _ulysses_gather_tables(plan: AttentionPlan, rank: int, intervals, device, head_groups) -> UlyssesGatherTables:
     both = plan.ulysses_gather
     shards = _head_shards(both.order, plan.rank_rows, rank, device)
     # A shard's rows move between the ranks that hold it, one in each team.
     counts = np.kron(both.team_between, np.eye(shards.team, dtype=np.int64))
     send_rows = torch.as_tensor(both.fetch.send_rows, device=device)
-    gather = _gather_tables(both.gather, Moves(rank, counts), both.team_rows, send_rows, on_device, head_groups)
+    gather = _gather_tables(both.gather, Moves(rank, counts), both.team_rows, send_rows, intervals, head_groups)
     return UlyssesGatherTables(shards, gather)
 
 
-def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, send_rows, on_device, head_groups):
+def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, send_rows, intervals, head_groups):
     rows, order = gather.intervals.rows, gather.key_order
     remote = order >= rows
     local_keys, remote_keys = np.flatnonzero(~remote), np.empty(moves.rows_in, np.int64)
@@ -100,7 +137,7 @@ def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, sen
     order = np.where(remote, order - rows + len(local_keys), order)
     tables = (torch.as_tensor(table, device=send_rows.device) for table in (order, local_keys, remote_keys))
     most = int(owner_rows.max()), gather.most_pairs
-    return GatherTables(moves, *most, send_rows, *tables, on_device(gather.intervals), head_groups)
+    return GatherTables(moves, *most, send_rows, *tables, intervals, head_groups)
 
 
 @dataclass(frozen=True)

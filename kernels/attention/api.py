@@ -109,9 +109,9 @@ def prepare(
 ) -> None:
     """Build on the host what calls of these shapes need of the intervals, so that a planning thread can do it ahead.
 
-    Calls without it build the same at their first layer. cuDNN's mask plan, GPU work of a few milliseconds, is made
-    from the result at the first call. ``query_heads`` and ``kv_heads`` are those of one call: of a group of heads,
-    where an exchange calls the kernel by groups.
+    Calls without it build the same at their first layer. Nothing touches the device: tables go there, and cuDNN's mask
+    plan (GPU work of a few milliseconds) is made, at the first call. ``query_heads`` and ``kv_heads`` are those of one
+    call: of a group of heads, where an exchange calls the kernel by groups.
 
     Raises:
         ValueError: for an unknown backend, or head counts that do not fit together.

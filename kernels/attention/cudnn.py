@@ -113,14 +113,14 @@ def _plan(q: torch.Tensor, k: torch.Tensor, intervals: Intervals):
     from cudnn.flex_attention import create_mask_plan
 
     def build(made: Intervals):
-        ends = made.prepared("cudnn ends", interval_ends)
+        ends = made.on_device("cudnn ends", interval_ends)
         return create_mask_plan(ends[None], q[None], k[None], k[None], build_backward=True)
 
     return intervals.prepared(f"cudnn {tuple(q.shape)} {tuple(k.shape)} {q.dtype}", build)
 
 
 def interval_ends(intervals: Intervals) -> torch.Tensor:
-    """int32 [1 + 2 M, Nq] on the intervals' device: row i sees [0, f0), [f1, f2), [f3, f4), ... of column i.
+    """int32 [1 + 2 M, Nq] on the host: row i sees [0, f0), [f1, f2), [f3, f4), ... of column i.
 
     Ascending; f0 is 0, and unused intervals are empty ones at ``key_end``.
     """
@@ -136,4 +136,4 @@ def interval_ends(intervals: Intervals) -> torch.Tensor:
     ends = np.full((3 + 2 * int(place.max(initial=0)), intervals.rows), intervals.key_end, np.int32)
     ends[0] = 0
     ends[1 + 2 * place, row], ends[2 + 2 * place, row] = lo, hi
-    return torch.as_tensor(ends, device=intervals.device)
+    return torch.as_tensor(ends)

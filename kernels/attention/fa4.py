@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.rectangles import Call, call_list
+from cp_engine.kernels.attention.rectangles import Call, call_list, calls_on_device
 from cp_engine.kernels.attention.reference import accumulation_dtype
 
 PACKAGE = "flash-attn-4==4.0.0b36"
@@ -85,7 +85,7 @@ def backward(
     _check(q, intervals)
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    for call in call_list(intervals).calls:
+    for call in calls_on_device(intervals).calls:
         kernel, rows = variable_length_backward(), call.rows
         row_grad, *key_grads = kernel(
             q[rows], k[call.keys], v[call.keys], out[rows], dout[rows], lse[rows].T.contiguous(),

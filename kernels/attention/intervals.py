@@ -6,7 +6,7 @@ Shapes: Nq query rows, Nk key rows, U runs, E spans.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import numpy as np
 import torch
@@ -47,7 +47,25 @@ class Intervals:
         return cls(rows=int(arrays.rows), key_end=key_end, device=device, slide=arrays.slide, **made)
 
     def prepared(self, backend: str, build: Callable[[Intervals], object]):
-        """What a backend derives from these intervals, built at its first call and reused by every later layer."""
+        """What a backend derives from these intervals, built at its first call and reused by every later layer.
+
+        Tables are built on the host, where a planning thread may do it ahead; `on_device` moves them.
+        """
         if backend not in self._prepared:
             self._prepared[backend] = build(self)
         return self._prepared[backend]
+
+    def on_device(self, backend: str, build: Callable[[Intervals], object]):
+        """What `prepared` gives, its tensors on the device of the calls."""
+        return self.prepared(f"{backend} on the device", lambda made: moved(made.prepared(backend, build), self.device))
+
+
+def moved(table, device: torch.device):
+    """A tensor, or tuples, lists and dataclasses with tensors in them, on a device; anything else as it is."""
+    if isinstance(table, torch.Tensor):
+        return table.to(device)
+    if isinstance(table, tuple | list):
+        return type(table)(moved(part, device) for part in table)
+    if is_dataclass(table):
+        return replace(table, **{part.name: moved(getattr(table, part.name), device) for part in fields(table)})
+    return table

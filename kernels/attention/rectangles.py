@@ -66,8 +66,13 @@ class _Sequences:
 
 
 def call_list(intervals: Intervals) -> CallList:
-    """The calls, planned on the host at the first call with these intervals."""
+    """The calls, planned at the first call with these intervals; their tensors on the host."""
     return intervals.prepared("rectangles", _build)
+
+
+def calls_on_device(intervals: Intervals) -> CallList:
+    """`call_list`, its tensors on the device of the calls."""
+    return intervals.on_device("rectangles", _build)
 
 
 def _build(intervals: Intervals) -> CallList:
@@ -77,7 +82,7 @@ def _build(intervals: Intervals) -> CallList:
     pairs = int((own.rows * own.keys - own.rows * (own.rows - 1) // 2).sum())
     pairs += sum(int((level.rows * level.keys).sum()) for causal, level in groups if not causal)
     calls = [
-        _call(causal, group.take(slice(first, first + MOST_SEQUENCES)), intervals.device)
+        _call(causal, group.take(slice(first, first + MOST_SEQUENCES)))
         for causal, group in groups
         for first in range(0, len(group.row), MOST_SEQUENCES)
     ]
@@ -113,21 +118,21 @@ def _levels(intervals: Intervals) -> list[_Sequences]:
     return levels
 
 
-def _call(causal: bool, made: _Sequences, device: torch.device) -> Call:
+def _call(causal: bool, made: _Sequences) -> Call:
     packed = np.cumsum(made.keys) - made.keys
     turn = without_overlap(made.key, made.key + made.keys)
     sums = []
     for index in range(int(turn.max(initial=-1)) + 1):
         now = turn == index
-        sums.append(tuple(_taken(start[now], made.keys[now], device) for start in (packed, made.key)))
+        sums.append(tuple(_taken(start[now], made.keys[now]) for start in (packed, made.key)))
 
     def ends(lengths: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(np.append(0, np.cumsum(lengths)), dtype=torch.int32, device=device)
+        return torch.as_tensor(np.append(0, np.cumsum(lengths)), dtype=torch.int32)
 
     return Call(
         causal,
-        rows=_taken(made.row, made.rows, device),
-        keys=_taken(made.key, made.keys, device),
+        rows=_taken(made.row, made.rows),
+        keys=_taken(made.key, made.keys),
         row_ends=ends(made.rows),
         key_ends=ends(made.keys),
         longest_rows=int(made.rows.max()),
@@ -136,8 +141,8 @@ def _call(causal: bool, made: _Sequences, device: torch.device) -> Call:
     )
 
 
-def _taken(start: np.ndarray, length: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+def _taken(start: np.ndarray, length: np.ndarray) -> slice | torch.Tensor:
     """Ranges one after another: a slice where they are one range, else int64 indices."""
     if (start[1:] == (start + length)[:-1]).all():
         return slice(int(start[0]), int(start[-1] + length[-1]))
-    return torch.as_tensor(expand(start, length), device=device)
+    return torch.as_tensor(expand(start, length))

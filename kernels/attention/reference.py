@@ -54,7 +54,7 @@ def forward(
     queries = queries * scale
     out = torch.zeros_like(queries)
     lse = queries.new_full(queries.shape[:2], -torch.inf)
-    for block in intervals.prepared("reference", build_blocks):
+    for block in intervals.on_device("reference", build_blocks):
         rows = block.head_rows(share)
         scores = _scores(queries[:, rows], block.take(keys), block, share)
         peak = scores.amax(-1, keepdim=True)
@@ -89,7 +89,7 @@ def backward(
     # A row that sees nothing has only hidden scores; any finite number in place of its lse gives p = 0.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    for block in intervals.prepared("reference", build_blocks):
+    for block in intervals.on_device("reference", build_blocks):
         rows = block.head_rows(share)
         block_q, block_grad, block_k = queries[:, rows], grads[:, rows], block.take(keys)
         weights = _scores(block_q, block_k, block, share).sub_(lse[:, rows]).exp_()
@@ -163,11 +163,11 @@ def build_blocks(intervals: Intervals) -> list[Block]:
         rows = slice(index * block_rows, min((index + 1) * block_rows, intervals.rows))
         if bounds[index] < bounds[index + 1]:
             part = pieces.take(slice(bounds[index], bounds[index + 1]))
-            built.append(_build_block(rows, part, intervals.device))
+            built.append(_build_block(rows, part))
     return built
 
 
-def _build_block(rows: slice, pieces: Pieces, device: torch.device) -> Block:
+def _build_block(rows: slice, pieces: Pieces) -> Block:
     """The block of query rows ``rows`` from the pieces of these rows."""
     range_lo, range_hi = union(pieces.lo, pieces.last_hi)
     key = expand(range_lo, range_hi - range_lo)
@@ -190,7 +190,7 @@ def _build_block(rows: slice, pieces: Pieces, device: torch.device) -> Block:
         np.add.at(opens, (row, np.clip(row_lo, masked.start, masked.stop) - masked.start), 1)
         np.add.at(opens, (row, np.clip(row_hi, masked.start, masked.stop) - masked.start), -1)
         seen = np.cumsum(opens[:, :-1], axis=1, dtype=np.int8) > 0
-        hidden = torch.as_tensor(~seen[:, None], device=device)
+        hidden = torch.as_tensor(~seen[:, None])
     one = len(range_lo) == 1
-    keys = slice(int(range_lo[0]), int(range_hi[0])) if one else torch.as_tensor(key, device=device)
+    keys = slice(int(range_lo[0]), int(range_hi[0])) if one else torch.as_tensor(key)
     return Block(rows, keys, masked, hidden)

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_engine.layers.attention import attention_tables, tree_attention
+from cp_engine.kernels.attention import reference
+from cp_engine.layers.attention import Heads, attention_tables, kernel_intervals, tree_attention
 from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.exchange import gather, ring, ulysses
 from cp_engine.sharding.layout import contiguous_layout, layout_from_cuts
@@ -253,6 +254,35 @@ def test_impossible_heads_are_refused_on_every_rank(world, heads):
     assert f"exchange ulysses on {world} context-parallel ranks needs query heads divisible by {world}" in texts[0]
     assert f"the model has {heads[0]} query heads and {heads[1]} kv heads" in texts[0]
     assert "Use exchange gather or ring, or another number of ranks" in texts[0]
+
+
+@pytest.mark.parametrize("exchange", [*EXCHANGES, "ulysses_gather:2"])
+@pytest.mark.parametrize("heads", [(8, 4), (8, 2), (8, 1)])
+def test_lists_made_ahead_are_for_the_heads_that_kernels_get(exchange, heads):
+    forest = case_rows(Case(exchange, 3)).forest
+    plan = attention_plan(forest, case_layout(Case(exchange, 3), forest, 4), 1, exchange)
+    team = {"ulysses": 4, "ulysses_gather:2": 2}.get(exchange, 1)
+    share = (8 // team) // (max(heads[1], team) // team)  # query heads that use one kv head, of a rank's heads
+    with mock.patch("cp_engine.layers.attention.prepare") as prepared:
+        made = kernel_intervals(plan, "meta", Heads(*heads, 16, torch.bfloat16))
+    assert len(made) == (4 if exchange == "ring" else 1)
+    wanted = {"query_heads": share, "kv_heads": 1, "size": 16, "dtype": torch.bfloat16}
+    assert prepared.call_args_list == [mock.call(intervals, **wanted) for intervals in made]
+    tables = attention_tables(plan, 1, intervals=made)
+    assert made[0] in vars(getattr(tables.exchange, "gather", tables.exchange)).values() or exchange == "ring"
+
+
+def test_lists_made_ahead_stay_on_the_host_until_they_are_used():
+    forest = case_rows(Case("gather", 3)).forest
+    plan = attention_plan(forest, contiguous_layout(forest, 2), 1, "gather")
+    (intervals,) = kernel_intervals(plan, "meta", Heads(4, 2, 16, torch.float64))
+    name, build = "reference", reference.build_blocks
+    on_host, there = intervals.prepared(name, None), intervals.on_device(name, build)
+    assert len(on_host) == len(there) >= 1
+    for block, placed in zip(on_host, there, strict=True):
+        assert block.hidden.device.type == "cpu" and placed.hidden.device.type == "meta"
+        assert block.rows == placed.rows and block.hidden.shape == placed.hidden.shape
+    assert intervals.on_device(name, build) is there
 
 
 def test_a_plan_for_other_ranks_is_refused():

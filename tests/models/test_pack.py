@@ -3,9 +3,11 @@ import torch
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_leaves
 
+from cp_engine.engine import Engine
 from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import device_pack
+from tests.distributed.engine_cases import sample, this_rank, tiny_config
 from tests.models.flat import branching_rollouts, one_rank_pack
 
 
@@ -48,3 +50,12 @@ def test_bfloat16_gives_float32_log_probs_near_those_of_float32(preset):
         found[dtype] = log_prob.detach()
     # bfloat16 weights alone move the logits, whose standard deviation is 1.5, by about one per cent.
     assert (found[torch.bfloat16] - found[torch.float32]).abs().mean() < 0.05
+
+
+def test_the_transport_of_the_configuration_reaches_attention():
+    plan = one_rank_pack([[1, 2]], None).plan
+    assert device_pack(plan).attention.transport == "auto"
+    assert device_pack(plan, transport="collective").attention.transport == "collective"
+    engine = Engine(tiny_config({"parallel": {"transport": "collective"}}), this_rank())
+    packs = engine._packs(engine._prepare(sample()))
+    assert [pack.attention.transport for _, pack, _ in packs] == ["collective"] * 3

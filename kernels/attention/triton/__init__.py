@@ -64,11 +64,12 @@ def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> 
     """See `cp_engine.kernels.attention.api.prepare`."""
     from cp_engine.kernels.attention.triton.backward_pass import key_tiles
     from cp_engine.kernels.attention.triton.primitives import packed_heads, row_tiles
+    from cp_engine.kernels.attention.triton.tiles import tile_list
 
     pack = packed_heads(q.shape[1] // kv_heads)
-    row_tiles("forward" if step == "forward" else "dq", q, pack, intervals)
+    row_tiles("forward" if step == "forward" else "dq", q, pack, intervals, tile_list)
     if step == "backward":
-        key_tiles(q, pack, intervals)
+        key_tiles(q, pack, intervals, tile_list)
 
 
 def _check(q: torch.Tensor, scale: float) -> None:

@@ -8,6 +8,8 @@ Shapes: Nq query rows, Nk key rows, QH query heads, KH kv heads, D head size, DP
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
@@ -28,7 +30,7 @@ from cp_engine.kernels.attention.triton.primitives import (
     row_tiles,
     sources,
 )
-from cp_engine.kernels.attention.triton.tiles import ENTRY, TileList, tile_list
+from cp_engine.kernels.attention.triton.tiles import ENTRY, TileList, tiles_on_device
 
 STATISTIC_ROWS = 64
 LISTED_TOKENS = 16  # a listed tile has at least about so many, or the lists grow long
@@ -231,7 +233,7 @@ def backward(
     shape |= {"KH": kv_heads, "PRECISION": precision(q.dtype), "ENTRY": ENTRY}
     factors = scale, scale * LOG2_E
 
-    sizes, tiles = row_tiles("dq", q, pack, intervals)
+    sizes, tiles = row_tiles("dq", q, pack, intervals, tiles_on_device)
     (keys, values), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
     _dq_kernel[(tiles.tiles, query_heads // pack)](
         q, keys, values, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo,
@@ -239,7 +241,7 @@ def backward(
         ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
     )  # fmt: skip
 
-    for kernel, sizes, parts, tiles in key_tiles(q, pack, intervals):
+    for kernel, sizes, parts, tiles in key_tiles(q, pack, intervals, tiles_on_device):
         tokens = sizes.rows // pack
         (queries, grads), described = sources([q, dout], [tokens, pack, size])
         if tiles.tiles:
@@ -252,12 +254,14 @@ def backward(
     return dq, dk, dv
 
 
-def key_tiles(q: torch.Tensor, pack: int, intervals: Intervals) -> list[tuple[str, Sizes, int, TileList]]:
+def key_tiles(
+    q: torch.Tensor, pack: int, intervals: Intervals, take: Callable[..., TileList]
+) -> list[tuple[str, Sizes, int, TileList]]:
     """The launches that own key rows: (kernel, sizes, parts that a listed tile is walked in, tile list)."""
     made = []
     for kernel in ("dk", "dv") if makes_apart(q.shape[2], q.dtype) else ("dkdv",):
         sizes = kernel_sizes(kernel, q.shape[2], q.dtype, q.device)
         tokens = sizes.rows // pack
         parts = max(1, LISTED_TOKENS // tokens)
-        made.append((kernel, sizes, parts, tile_list(intervals, "keys", sizes.keys, tokens * parts)))
+        made.append((kernel, sizes, parts, take(intervals, "keys", sizes.keys, tokens * parts)))
     return made

@@ -24,7 +24,7 @@ from cp_engine.kernels.attention.triton.primitives import (
     row_tiles,
     sources,
 )
-from cp_engine.kernels.attention.triton.tiles import ENTRY
+from cp_engine.kernels.attention.triton.tiles import ENTRY, tiles_on_device
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def forward(
     query_rows, query_heads, size = q.shape
     key_rows, kv_heads = k.shape[:2]
     pack = packed_heads(query_heads // kv_heads)
-    sizes, tiles = row_tiles("forward", q, pack, intervals)
+    sizes, tiles = row_tiles("forward", q, pack, intervals, tiles_on_device)
     out = torch.empty(q.shape, dtype=torch.float32 if accumulate else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     strides = {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0)}

@@ -7,6 +7,7 @@ them. A share of heads above `MOST_PACKED` is worked off in several packs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,14 +71,16 @@ def kernel_sizes(kernel: str, size: int, dtype: torch.dtype, device: torch.devic
     return chosen
 
 
-def row_tiles(kernel: str, q: torch.Tensor, pack: int, intervals: Intervals) -> tuple[Sizes, TileList]:
-    """Sizes and tile list of a kernel that owns query rows."""
+def row_tiles(
+    kernel: str, q: torch.Tensor, pack: int, intervals: Intervals, take: Callable[..., TileList]
+) -> tuple[Sizes, TileList]:
+    """Sizes and tile list of a kernel that owns query rows; ``take`` is `tile_list` or `tiles_on_device`."""
     for short in (False, True):
         sizes = kernel_sizes(kernel, q.shape[2], q.dtype, q.device, short)
         tiles = tile_list(intervals, "rows", sizes.rows // pack, sizes.keys)
         if tiles.border_pairs <= SHORT * (tiles.full_pairs + tiles.border_pairs):
             break
-    return sizes, tiles
+    return sizes, take(intervals, "rows", sizes.rows // pack, sizes.keys)
 
 
 def makes_apart(size: int, dtype: torch.dtype) -> bool:

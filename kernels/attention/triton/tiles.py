@@ -28,7 +28,7 @@ ENTRY = 5  # columns of `TileList.entries`
 
 @dataclass(frozen=True, eq=False)
 class TileList:
-    """On a device, for one axis, one owned and one walked tile length."""
+    """For one axis, one owned and one walked tile length."""
 
     entries: torch.Tensor  # int32 [T, ENTRY] heaviest first: owned tile, first range, full tiles, first border, end
     range_lo: torch.Tensor  # int32 [R + 1] first walked row of a range of full tiles; the last one is never used
@@ -44,15 +44,22 @@ class TileList:
 
 
 def tile_list(intervals: Intervals, axis: str, owned: int, walked: int) -> TileList:
-    """The tile list of ``intervals``, made at the first call with these arguments.
+    """The tile list of ``intervals`` on the host, made at the first call with these arguments.
 
     Args:
         axis: "rows": query rows are owned; "keys": key rows up to ``key_end`` are.
         owned, walked: rows of an owned and of a walked tile.
     """
-    return intervals.prepared(
-        f"triton {axis} {owned} {walked}", lambda made: build_tile_list(made, axis, owned, walked)
-    )
+    return intervals.prepared(*_named(axis, owned, walked))
+
+
+def tiles_on_device(intervals: Intervals, axis: str, owned: int, walked: int) -> TileList:
+    """`tile_list` on the device of the calls."""
+    return intervals.on_device(*_named(axis, owned, walked))
+
+
+def _named(axis: str, owned: int, walked: int):
+    return f"triton {axis} {owned} {walked}", lambda made: build_tile_list(made, axis, owned, walked)
 
 
 def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) -> TileList:
@@ -76,7 +83,7 @@ def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) ->
     order = np.argsort(-(full + np.diff(border_ptr)), kind="stable")
 
     def put(x, dtype=np.int32):
-        return torch.as_tensor(np.ascontiguousarray(x, dtype), device=intervals.device)
+        return torch.as_tensor(np.ascontiguousarray(x, dtype))
 
     return TileList(
         entries=put(entries[order]),
