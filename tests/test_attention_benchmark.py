@@ -1,6 +1,7 @@
 """The attention benchmark on a CPU: its trees, its truth, its rivals' bookkeeping, and what it refuses to print."""
 
 import json
+import os
 from functools import partial
 from unittest import mock
 
@@ -13,6 +14,7 @@ from benchmarks.attention_flat import FlatPadded, flat_calls, split_by_length
 from benchmarks.attention_problem import Problem, make_problem
 from benchmarks.attention_rivals import METHODS, Backend, Flex, block_mask, one_call
 from benchmarks.attention_workloads import WORKLOADS, Workload, one_gpu_forest, workload_forest
+from benchmarks.child import in_child
 from benchmarks.record import append
 from tests import dense_rivals
 from tests.kernels.attention_oracle import Tensors, dense_attention, visible
@@ -168,6 +170,31 @@ def test_a_method_that_fails_is_a_gap(capsys):
     assert [record["method"] for record in records] == ["auto"]
     shown = capsys.readouterr().out
     assert "KeyError: 'fa9'" in shown and "cudnn_raw" in shown and "auto" in shown
+
+
+@pytest.mark.parametrize("stop", [SystemExit(143), KeyboardInterrupt()])
+def test_what_is_finished_is_recorded_when_a_run_is_stopped(stop):
+    def stopped(problem):
+        raise stop
+
+    kept = []
+    with mock.patch.dict(METHODS, cudnn_raw=stopped), pytest.raises(type(stop)):
+        methods = ["auto", "cudnn_raw", "flex"]
+        attention.run_workload("toy", methods, None, CPU, kept.extend, dtype=torch.float32)
+    (record,) = kept
+    assert record["method"] == "auto" and record["predicted_ms"] > 0 and record["vs_best"] is None
+
+
+def abort() -> None:
+    os.abort()
+
+
+def test_a_process_that_dies_is_an_error_of_its_method():
+    assert in_child(sorted, [2, 1]) == [1, 2]
+    with pytest.raises(RuntimeError, match="TypeError: 'int' object is not iterable"):
+        in_child(sorted, 3)
+    with pytest.raises(RuntimeError, match="its process ended with exit code -6"):
+        in_child(abort)
 
 
 def test_records_are_json_lines_in_the_file_asked_for(tmp_path):
