@@ -31,7 +31,7 @@ def tables_of(forest: Forest, device) -> gdn.ChainTables:
 
 
 class Ours:
-    """Our kernels; backward computes the stages of the chunks again, as the layer does."""
+    """Our kernels; backward keeps of the forward's stages what the layer keeps."""
 
     def __init__(self, forest: Forest, inputs: gdn.Inputs, dout: torch.Tensor):
         self.inputs, self.dout, self.tables = inputs, dout, tables_of(forest, dout.device)
@@ -40,10 +40,11 @@ class Ours:
 
     def forward(self) -> None:
         stages = gdn.chunk_stages(self.inputs, self.tables)
+        self.kept = gdn.kept_tensors(stages)
         self.out = gdn.outputs(self.inputs, stages, lambda: self.no_states, self.tables)
 
     def backward(self) -> None:
-        stages = gdn.chunk_stages(self.inputs, self.tables)
+        stages = gdn.chunk_stages(self.inputs, self.tables, self.kept)
         back = gdn.backward_stages(self.inputs, stages, self.dout, self.tables)
         self.grads = gdn.input_gradients(self.inputs, stages, back, self.no_states, lambda: self.no_states, self.tables)
 

@@ -19,15 +19,19 @@ from benchmarks.clock import REPEATS, laps_ms
 
 # Where the stages look up what they call, by the name in the table.
 STAGES = {
-    "cumsum": ("cp_engine.kernels.gdn.fla_stages", "cumulative_decay"),
+    "cumsum": ("cp_engine.kernels.gdn.triton.inside", "cumulative_decay"),
     "solve": ("cp_engine.kernels.gdn.fla_stages", "solve"),
+    # In place of `solve` where chunks hold several fragments.
+    "products": ("cp_engine.kernels.gdn.triton.inside", "key_products"),
+    "inverse": ("cp_engine.kernels.gdn.fla_stages", "inverse_of"),
+    # In every backward, and in the forward of such chunks.
+    "w_and_u": ("cp_engine.kernels.gdn.fla_stages", "w_and_u"),
     "states": ("cp_engine.kernels.gdn.triton.forward_pass", "run_states"),
     "output": ("cp_engine.kernels.gdn.triton.output", "run_output"),
-    "dv_local": ("cp_engine.kernels.gdn.fla_stages", "value_gradient_inside"),
+    "dv_local": ("cp_engine.kernels.gdn.triton.inside", "value_gradient_inside"),
     "adjoint": ("cp_engine.kernels.gdn.triton.backward_pass", "run_adjoint"),
     "dqkwg": ("cp_engine.kernels.gdn.triton.dqkwg", "dqkwg"),
-    "wy_backward": ("cp_engine.kernels.gdn.fla_stages", "solve_backward"),
-    "cumsum_backward": ("cp_engine.kernels.gdn.fla_stages", "decay_gradient"),
+    "solve_backward": ("cp_engine.kernels.gdn.triton.solve_backward", "solve_backward"),
 }
 REST = "rest"  # between the stages: casts, sums over the heads of a group, additions
 BYTES_A_MS = 4.28e9  # device copy on the card of the anchors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.gdn_check import check, floor_of
 from benchmarks.gdn_rivals import METHODS
 from benchmarks.gdn_stages import stage_table
-from benchmarks.gdn_tuning import SWEEP, set_sizes, sizes_of
+from benchmarks.gdn_tuning import SWEEP, restore_sizes, set_sizes, sizes_of
 from benchmarks.gdn_workloads import Problem
 
 # Kernel, the launch options that it reads, and the direction in which it is timed.
@@ -36,7 +36,7 @@ def sweep(workload: str, problem: Problem, options: dict[str, list[tuple[int, in
                 print(f"  {family} {option}: {str(error).splitlines()[0][:100]}", flush=True)
                 continue
             finally:
-                set_sizes(family, *kept)
+                restore_sizes(family, kept)
             for kernel, its_family, direction in KERNELS:
                 if its_family == family:
                     records.append(_record(workload, kernel, option, stages[direction][kernel][0], found))

@@ -38,6 +38,7 @@ SWEEP_SHARES = len(SWEEP["states"])
 # Tokens of the segments of a tree on which all kernels run: three levels, so that the middle one has a state before
 # and after it.
 TRUNK, BRANCHES, TWIGS = 130, (80, 10), (64, 20)
+PACKED = 20  # tokens of each of two sequences that share a chunk
 
 
 def fla_autotuners() -> Iterator:
@@ -72,11 +73,11 @@ def keep_option(share: int) -> None:
 
 def set_sizes(kernel: str, columns: int, warps: int, stages: int) -> None:
     """Launch options of one of `SWEEP`."""
-    from cp_engine.kernels.gdn.triton import dqkwg, output, primitives
+    from cp_engine.kernels.gdn.triton import dqkwg, launch, output, primitives
 
     sizes = primitives.Sizes(columns, warps, stages)
     if kernel == "states":
-        primitives.STATE = sizes
+        launch.STATE, launch.WIDE_STATE, launch.ALONE = sizes, sizes, stages
     elif kernel == "output":
         output.OUTPUT = sizes
     else:
@@ -84,15 +85,28 @@ def set_sizes(kernel: str, columns: int, warps: int, stages: int) -> None:
         dqkwg.WARPS, dqkwg.STAGES = warps, stages
 
 
-def sizes_of(kernel: str) -> tuple[int, int, int]:
-    """Columns, warps and stages as `set_sizes` takes them."""
-    from cp_engine.kernels.gdn.triton import dqkwg, output, primitives
+def _constants(kernel: str) -> tuple[object, tuple[str, ...]]:
+    """The module that holds a kernel's launch options, and their names."""
+    from cp_engine.kernels.gdn.triton import dqkwg, launch, output
 
-    if kernel != "dqkwg":
-        sizes = primitives.STATE if kernel == "states" else output.OUTPUT
-        return sizes.columns, sizes.warps, sizes.stages
-    assert dqkwg.BLOCK_KEYS == dqkwg.BLOCK_VALUES
-    return dqkwg.BLOCK_KEYS, dqkwg.WARPS, dqkwg.STAGES
+    of = {
+        "states": (launch, ("STATE", "WIDE_STATE", "ALONE")),
+        "output": (output, ("OUTPUT",)),
+        "dqkwg": (dqkwg, ("BLOCK_KEYS", "BLOCK_VALUES", "WARPS", "STAGES")),
+    }
+    return of[kernel]
+
+
+def sizes_of(kernel: str) -> tuple:
+    """What `set_sizes` changes, for `restore_sizes`."""
+    module, names = _constants(kernel)
+    return tuple(getattr(module, name) for name in names)
+
+
+def restore_sizes(kernel: str, kept: tuple) -> None:
+    module, names = _constants(kernel)
+    for name, value in zip(names, kept, strict=True):
+        setattr(module, name, value)
 
 
 KINDS = {"kernels": SHARES, "sweep": SWEEP_SHARES, "layer": 2 * SHARES}  # shares of each kind of work
@@ -121,6 +135,7 @@ def small_tree() -> Forest:
 def compile_kernels(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:
     """What `benchmarks.gdn` runs, with one option a kernel."""
     from benchmarks.gdn_rivals import Fla, Ours, fla_refusal_lifted
+    from cp_engine.kernels.gdn.triton import launch, packing
 
     keep_option(share)
     forest = small_tree()
@@ -129,6 +144,13 @@ def compile_kernels(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> 
         for run in (Ours(forest, inputs, dout), *(Fla(x, inputs, dout) for x in (forest, sequences([forest.tokens])))):
             run.forward()
             run.backward()
+    # What many chains, and what many short fragments take.
+    launch.WIDE_FROM, packing.LEAST_SPARED = 1, 0.0
+    lengths = [PACKED, PACKED, forest.tokens - 2 * PACKED]
+    run = Ours(sequences(lengths), inputs, dout)
+    assert run.tables.packed
+    run.forward()
+    run.backward()
 
 
 def compile_sweep(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:

@@ -186,8 +186,8 @@ def _check_shapes(mixed_qkv, conv_weight, g, beta, tables: GdnTables, heads: Gdn
 
 
 class _TreeMixer(torch.autograd.Function):
-    """Convolution and recurrence with their exchanges. Saves inputs, fetched history rows, entry states and A, nothing
-    per chunk: backward computes the rest again and exchanges gradients only."""
+    """Convolution and recurrence with their exchanges. Saves inputs, fetched history rows, entry states and A, and of
+    the chunks what the backend keeps: backward computes the rest again and exchanges gradients only."""
 
     @staticmethod
     def forward(ctx, x, weight, g, beta, tables: GdnTables, group, heads: GdnHeads, backend: str) -> torch.Tensor:
@@ -199,17 +199,18 @@ class _TreeMixer(torch.autograd.Function):
         states = InFlight(lambda: fold_entry_states(*summary, tables.fold, group), *summary)
         o = gdn.outputs(inputs, stages, lambda: states.wait()[0], local).to(x.dtype)
         entry_states, transition = states.wait()
-        ctx.save_for_backward(x, weight, g, beta, history.wait(), entry_states, transition)
+        kept = gdn.kept_tensors(stages)
+        ctx.save_for_backward(x, weight, g, beta, history.wait(), entry_states, transition, *kept)
         ctx.tables, ctx.group, ctx.heads, ctx.backend = tables, group, heads, backend
         return o
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor):
-        x, weight, g, beta, fetched, entry_states, transition = ctx.saved_tensors
+        x, weight, g, beta, fetched, entry_states, transition, *kept = ctx.saved_tensors
         tables, group, backend = ctx.tables, ctx.group, ctx.backend
         channels, local = ctx.heads.of_channels, tables.of_backend(backend)
         inputs = _inputs(x, lambda: fetched, weight, g, beta, tables, ctx.heads, backend)
-        stages = gdn.chunk_stages(inputs, local)
+        stages = gdn.chunk_stages(inputs, local, tuple(kept))
         back = gdn.backward_stages(inputs, stages, dout.to(inputs.v.dtype), local)
         dentry = gdn.entry_cotangents(inputs, stages, back, local)
         dexit = InFlight(lambda: fold_exit_cotangents(dentry, transition, tables.fold, group), dentry, transition)

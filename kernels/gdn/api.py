@@ -35,6 +35,7 @@ __all__ = [
     "entry_cotangents",
     "exit_summary",
     "input_gradients",
+    "kept_tensors",
     "outputs",
 ]
 
@@ -76,11 +77,18 @@ def _log_once(name: str, dtype: str, key_dim: int, value_dim: int, reason: str |
     _LOG.info("gated delta rule, %s, head sizes %d and %d: backend %s%s", dtype, key_dim, value_dim, name, told)
 
 
-def chunk_stages(inputs: Inputs, tables: ChunkTables | ChainTables) -> list[Stage] | triton.Stages:
-    """The tree-independent half of the forward, once over all chunks."""
+def chunk_stages(
+    inputs: Inputs, tables: ChunkTables | ChainTables, kept: tuple[torch.Tensor, ...] = ()
+) -> list[Stage] | triton.Stages:
+    """The tree-independent half of the forward, once over all chunks; in the backward from what it `kept_tensors`."""
     if isinstance(tables, ChainTables):
-        return triton.chunk_stages(inputs, tables)
+        return triton.chunk_stages(inputs, tables, kept)
     return reference.chunk_stages(inputs, tables)
+
+
+def kept_tensors(stages) -> tuple[torch.Tensor, ...]:
+    """What of the stages is worth keeping until the backward; the rest it computes again."""
+    return triton.kept_tensors(stages) if isinstance(stages, triton.Stages) else ()
 
 
 def exit_summary(inputs: Inputs, stages, tables: ChunkTables | ChainTables) -> tuple[torch.Tensor, torch.Tensor]:

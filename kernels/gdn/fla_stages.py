@@ -1,8 +1,8 @@
 """The tree-independent stages of the gated delta rule, from fla-core 0.6.0: the only file that names them.
 
 fla's kernels restart their chunks at every sequence, so fragments are its sequences and each stage is one call over
-all of them. Decays are cumulative inside a chunk and in the log2 domain; gradients of them are in units of the natural
-logarithm. fla is imported at the first call, since that takes seconds and needs Triton.
+all of them. Decays are cumulative inside a chunk and in the log2 domain. fla is imported at the first call, since that
+takes seconds and needs Triton.
 
 Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size, F fragments, W taps,
 D channels.
@@ -15,20 +15,14 @@ from dataclasses import dataclass
 import torch
 
 VERSION = "0.6.0"
-LOG2_E = 1.4426950408889634
 # Parameters that this file passes, by module and function; a test compares them with the installed fla.
 CONTRACT = {
-    ("fla.ops.utils", "chunk_local_cumsum"): (
-        "g", "chunk_size", "reverse", "scale", "cu_seqlens", "output_dtype", "chunk_indices",
-    ),
+    ("fla.ops.utils", "solve_tril"): ("A", "cu_seqlens", "output_dtype", "chunk_indices"),
     ("fla.ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra"): (
         "k", "v", "g", "beta", "cu_seqlens", "chunk_size", "chunk_indices",
     ),
-    ("fla.ops.gated_delta_rule.wy_fast", "prepare_wy_repr_bwd"): (
-        "k", "v", "beta", "A", "dw", "du", "g", "cu_seqlens", "chunk_indices",
-    ),
-    ("fla.ops.common.chunk_o", "chunk_bwd_dv_local"): (
-        "q", "k", "do", "g", "scale", "cu_seqlens", "chunk_size", "chunk_indices",
+    ("fla.ops.gated_delta_rule.wy_fast", "recompute_w_u_fwd"): (
+        "k", "v", "beta", "A", "g", "cu_seqlens", "chunk_indices",
     ),
     ("fla.modules.causal_conv1d.ops", "causal_conv1d_fwd"): (
         "x", "weight", "bias", "residual", "initial_state", "activation", "cu_seqlens", "chunk_indices", "chunk_size",
@@ -51,26 +45,6 @@ class Sequences:
         return {"cu_seqlens": self.fragment_row, "chunk_indices": self.chunk_fragment}
 
 
-def cumulative_decay(g: torch.Tensor, at: Sequences) -> torch.Tensor:
-    """Log decays [n, H] summed inside each chunk, in the log2 domain; float32."""
-    from fla.ops.utils import chunk_local_cumsum
-
-    total = chunk_local_cumsum(
-        g[None], chunk_size=at.chunk_size, scale=LOG2_E, output_dtype=torch.float32, **at.where()
-    )
-    return total[0]
-
-
-def decay_gradient(dtotal: torch.Tensor, at: Sequences) -> torch.Tensor:
-    """Gradient of g [n, H] from that of its (natural) cumulative sums; float32."""
-    from fla.ops.utils import chunk_local_cumsum
-
-    dg = chunk_local_cumsum(
-        dtotal[None], chunk_size=at.chunk_size, reverse=True, output_dtype=torch.float32, **at.where()
-    )
-    return dg[0]
-
-
 def solve(
     k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, at: Sequences
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,36 +57,21 @@ def solve(
     return w[0], u[0], inverse[0]
 
 
-def solve_backward(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    inverse: torch.Tensor,
-    dw: torch.Tensor,
-    du: torch.Tensor,
-    at: Sequences,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of k [n, Hk, K], v [n, H, V], beta [n, H] and the cumulative log decay [n, H] through w and u."""
-    from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
+def inverse_of(products: torch.Tensor, dtype: torch.dtype, at: Sequences) -> torch.Tensor:
+    """(I + A)^-1 of each chunk [n, H, C] in ``dtype``, from A float32 [n, H, C]."""
+    from fla.ops.utils import solve_tril
 
-    dk, dv, dbeta, dtotal = prepare_wy_repr_bwd(
-        k=k[None], v=v[None], beta=beta[None], A=inverse[None], dw=dw[None], du=du[None], g=decay[None], **at.where()
-    )
-    return dk[0], dv[0], dbeta[0], dtotal[0]
+    return solve_tril(products[None], output_dtype=dtype, **at.where())[0]
 
 
-def value_gradient_inside(
-    q: torch.Tensor, k: torch.Tensor, dout: torch.Tensor, decay: torch.Tensor, at: Sequences
-) -> torch.Tensor:
-    """Gradient of v' [n, H, V] through the outputs of the same chunk."""
-    from fla.ops.common.chunk_o import chunk_bwd_dv_local
+def w_and_u(
+    k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, inverse: torch.Tensor, at: Sequences
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w [n, H, K] and u [n, H, V] from the inverse of each chunk."""
+    from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
 
-    dv = chunk_bwd_dv_local(
-        q=q[None], k=k[None], do=dout[None], g=decay[None], scale=q.shape[2] ** -0.5, chunk_size=at.chunk_size,
-        **at.where(),
-    )  # fmt: skip
-    return dv[0]
+    w, u = recompute_w_u_fwd(k=k[None], v=v[None], beta=beta[None], A=inverse[None], g=decay[None], **at.where())
+    return w[0], u[0]
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, history: torch.Tensor, at: Sequences) -> torch.Tensor:

@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import triton as gdn
-from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, output, primitives
+from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, inside, launch, output, solve_backward
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS
-from cp_engine.kernels.gdn.triton.primitives import STATE, Sizes
+from cp_engine.kernels.gdn.triton.launch import STATE, WIDE_STATE
+from cp_engine.kernels.gdn.triton.primitives import Sizes
 from tests.gdn_oracle import random_forest
-from tests.kernels.gdn_cases import NAMES, case, rank_plans, whole_plan
+from tests.kernels.gdn_cases import case, rank_plans, whole_plan
+from tests.kernels.gdn_flat import share_of_bounds
 
 ROOT = Path(__file__).parents[2]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-# Relative root mean square; fla's own bounds for its operator in bf16.
-BOUNDS = {name: 5e-3 for name in ("o", "B", "A")} | {"dg": 2e-2, "dbeta": 2e-2}
-GRADIENT_BOUND = 8e-3
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize("cases", ["interpreted_gdn", "interpreted_gdn_packing", "interpreted_gdn_rounding"])
+def test_in_the_interpreter(cases):
     pytest.importorskip("triton")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_gdn.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{cases}.py"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -52,14 +52,20 @@ def test_refusals_name_the_remedy(monkeypatch):
 
 
 ARGUMENT_TYPES = (
-    dict.fromkeys(("decay", "dexit", "dbelow", "dstarts", "dq", "dk", "dg"), "*fp32")
+    dict.fromkeys(("g", "beta", "decay", "ends", "dexit", "dbelow", "dstarts", "dk_states", "dtotal", "dg"), "*fp32")
+    | {"products": "*fp32", "dbeta": "*fp32", "ancestors": "*i64"}
     | dict.fromkeys(("chunks", "chains", "members", "reader_ptr", "reader"), "*i32")
     | {"first_chain": "i32", "first_below": "i32", "tokens_in_all": "i32", "scale": "fp32"}
 )
 TABLES = {"CHUNK_COLUMNS": CHUNK_COLUMNS, "CHAIN_COLUMNS": CHAIN_COLUMNS}
 HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", **TABLES}
-COLUMNS = {"KP": 128, "BV": STATE.columns}
+PADDED = {"KP": 128, "VP": 128}
+COLUMNS, WIDE = PADDED | {"BV": STATE.columns}, PADDED | {"BV": WIDE_STATE.columns}
+KEPT = {"KEEP": True, "STARTS": True, "EXITS": True, "COLUMNS": 128}
 UNKEPT = {"KEEP": False, "rows": None, "new_v": None, "dexit": None, "drows": None, "dnew_v": None}
+
+
+MORE = ("wide states", "wide adjoint", "dv_local", "products", "solve backward")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +80,15 @@ UNKEPT = {"KEEP": False, "rows": None, "new_v": None, "dexit": None, "drows": No
             STATE.stages,
         ),
         (backward_pass._adjoint_kernel, COLUMNS | UNKEPT | {"STARTS": True, "EXITS": False}, STATE.warps, STATE.stages),
+        (forward_pass._state_kernel, WIDE | KEPT, WIDE_STATE.warps, WIDE_STATE.stages),
+        (backward_pass._adjoint_kernel, WIDE | KEPT, WIDE_STATE.warps, WIDE_STATE.stages),
+        (inside._value_gradient_kernel, PADDED | {"BK": 64}, inside.WARPS, inside.STAGES),
+        (inside._products_kernel, {"BK": 64}, inside.WARPS, inside.STAGES),
+        (solve_backward._solve_backward_kernel, PADDED | {"PARTS": 2}, solve_backward.WARPS, solve_backward.STAGES),
         (dqkwg._dqkwg_kernel, {"BK": 64, "BV": 64}, dqkwg.WARPS, dqkwg.STAGES),
         (output._output_kernel, {"BK": 64, "BV": output.OUTPUT.columns}, output.OUTPUT.warps, output.OUTPUT.stages),
     ],
-    ids=["states", "summary", "adjoint", "entry cotangents", "dqkwg", "output"],
+    ids=["states", "summary", "adjoint", "entry cotangents", *MORE, "dqkwg", "output"],
 )
 def test_compiles_for_hopper_without_one(kernel, constants, warps, stages):
     """Every product on matrix units, and loads that the compiler pipelines (a loop around a loop it does not)."""
@@ -89,31 +100,27 @@ def test_compiles_for_hopper_without_one(kernel, constants, warps, stages):
     signature, places, aligned = {}, {}, {}
     # Slots are float32, the rows that other kernels read are not.
     types = ARGUMENT_TYPES | ({"states": "*fp32"} if kernel is forward_pass._state_kernel else {})
+    types |= {"dk": "*fp32"} if kernel is dqkwg._dqkwg_kernel else {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else types.get(name, "*bf16")
         if name in constants:
             places[(place,)] = constants[name]
         elif signature[name].startswith("*"):
             aligned[(place,)] = [["tt.divisibility", 16]]
+    at_most = {"maxnreg": dqkwg.registers()} if kernel is dqkwg._dqkwg_kernel else {}
     made = triton.compile(
         ASTSource(kernel, signature, places, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "num_stages": stages},
+        options={"num_warps": warps, "num_stages": stages} | at_most,
     )
     assert "wgmma.mma_async" in made.asm["ptx"] and "mma.sync" not in made.asm["ptx"]
     assert "cp.async" in made.asm["ptx"]
     assert made.metadata.shared <= 227 * 1024
 
 
-def root_mean_square(got: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((got.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt().clamp_min(1e-30))
-
-
-def check_on_gpu(mine, bound: float | None = None) -> None:
-    for name, got, truth in zip(NAMES, mine.run(mine.tables()), mine.truth(), strict=True):
-        if got.numel():
-            error = root_mean_square(got, truth)
-            assert error <= (bound or BOUNDS.get(name, GRADIENT_BOUND)), (name, error)
+def check_on_gpu(mine) -> None:
+    used = share_of_bounds(mine)
+    assert max(used.values(), default=0.0) <= 1, used
 
 
 @pytest.mark.gpu
@@ -128,8 +135,7 @@ def test_bf16_on_gpu(rank, keys):
 @pytest.mark.gpu
 @on_gpu
 def test_float32_on_gpu():
-    # fla's solve merges blocks in tf32 here.
-    check_on_gpu(case(whole_plan(random_forest(1, 20)), 0, (2, 4, 128, 128)).to("cuda", torch.float32), bound=2e-3)
+    check_on_gpu(case(whole_plan(random_forest(1, 20)), 0, (2, 4, 128, 128)).to("cuda", torch.float32))
 
 
 @pytest.mark.gpu
@@ -138,7 +144,9 @@ def test_float32_on_gpu():
 @pytest.mark.parametrize("stages", [2, 3])
 def test_every_launch_option_on_gpu(monkeypatch, columns, warps, stages):
     """A wrong product under one option only has been seen in other kernels on Hopper."""
-    monkeypatch.setattr(primitives, "STATE", Sizes(columns, warps, stages))
+    monkeypatch.setattr(launch, "STATE", Sizes(columns, warps, stages))
+    monkeypatch.setattr(launch, "WIDE_STATE", Sizes(columns, warps, stages))
+    monkeypatch.setattr(launch, "ALONE", stages)
     monkeypatch.setattr(dqkwg, "BLOCK_KEYS", columns)
     monkeypatch.setattr(dqkwg, "BLOCK_VALUES", columns)
     monkeypatch.setattr(dqkwg, "WARPS", warps)

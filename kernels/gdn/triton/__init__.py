@@ -13,6 +13,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ __all__ = [
     "entry_cotangents",
     "exit_summary",
     "input_gradients",
+    "kept_tensors",
     "outputs",
     "why_not",
 ]
@@ -42,6 +44,7 @@ class Stages:
     """The tree-independent half of the forward, rows that lie in fragments only."""
 
     decay: torch.Tensor  # float32 [n, H] cumulative log2 decay inside each chunk
+    ends: torch.Tensor  # float32 [N, H] that of each chunk's last token
     inverse: torch.Tensor  # [n, H, C]
     w: torch.Tensor  # [n, H, K]
     u: torch.Tensor  # [n, H, V]
@@ -77,23 +80,37 @@ def _whole(x: torch.Tensor, tables: ChainTables) -> torch.Tensor:
     return torch.cat([x, x.new_zeros((tables.rows - len(x), *x.shape[1:]))])
 
 
-def chunk_stages(inputs: Inputs, tables: ChainTables) -> Stages:
-    """The tree-independent half of the forward, once over all chunks.
+def chunk_stages(inputs: Inputs, tables: ChainTables, kept: tuple[torch.Tensor, ...] = ()) -> Stages:
+    """The tree-independent half of the forward, once over all chunks; in the backward from what it `kept_tensors`.
 
     Raises:
         ValueError: if this backend cannot compute with these inputs.
     """
+    from cp_engine.kernels.gdn.triton.inside import cumulative_decay, key_products
+
     reason = why_not(inputs.k, inputs.v)
     if reason is not None:
         raise ValueError(f"gdn backend triton {reason}")
     q, k, v, g, beta = (_inside(x, tables) for x in inputs)
     if not tables.chunks:
         empty = v.new_empty(0, v.shape[1], tables.chunk_size)
-        return Stages(g.float(), empty, k.new_empty(0, v.shape[1], k.shape[2]), v)
-    at = _sequences(tables)
-    decay = fla_stages.cumulative_decay(g, at)
-    w, u, inverse = fla_stages.solve(k, v, decay, beta, at)
-    return Stages(decay, inverse, w, u)
+        return Stages(g.float(), g.float(), empty, k.new_empty(0, v.shape[1], k.shape[2]), v)
+    at, chunks, size = _sequences(tables), tables.chunk_rows, tables.chunk_size
+    if kept:
+        decay, ends, inverse = kept
+    else:
+        decay, ends = cumulative_decay(g, tables.ancestors, chunks, size)
+        if not tables.packed:
+            w, u, inverse = fla_stages.solve(k, v, decay, beta, at)
+            return Stages(decay, ends, inverse, w, u)
+        inverse = fla_stages.inverse_of(key_products(k, decay, beta, tables.ancestors, chunks, size), k.dtype, at)
+    return Stages(decay, ends, inverse, *fla_stages.w_and_u(k, v, decay, beta, inverse, at))
+
+
+def kept_tensors(stages: Stages) -> tuple[torch.Tensor, ...]:
+    """What is worth keeping for the backward: the solve costs three times as long as w and u from its result, and that
+    takes a quarter of their bytes."""
+    return stages.decay, stages.ends, stages.inverse
 
 
 def exit_summary(inputs: Inputs, stages: Stages, tables: ChainTables) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +118,9 @@ def exit_summary(inputs: Inputs, stages: Stages, tables: ChainTables) -> tuple[t
     from cp_engine.kernels.gdn.triton.forward_pass import run_summary
 
     k, value_dim = _inside(inputs.k, tables), inputs.v.shape[2]
-    maps = run_summary(k, stages.w, stages.u, stages.decay, tables.entries, tables.summary, tables.chunk_size)
+    maps = run_summary(
+        k, stages.w, stages.u, stages.decay, stages.ends, tables.entries, tables.summary, tables.chunk_size
+    )
     if not tables.entries:
         return maps[tables.exit_slot], maps.new_zeros((0, *maps.shape[1:3], maps.shape[2]))
     return maps[tables.exit_slot][..., :value_dim], maps[tables.through_slot][..., value_dim:]
@@ -115,7 +134,7 @@ def outputs(
     Args:
         entry_states: gives the float32 states [Y, H, K, V] at the entries; called after the trees that need none.
     """
-    from cp_engine.kernels.gdn.triton.forward_pass import run_states
+    from cp_engine.kernels.gdn.triton.forward_pass import States, run_states
     from cp_engine.kernels.gdn.triton.output import run_output
 
     if not tables.chunks:
@@ -124,18 +143,24 @@ def outputs(
     new_v, out = torch.empty_like(stages.u), torch.empty_like(stages.u)
     for wave in tables.waves:
         entering = entry_states() if wave.below else None
-        states = run_states(k, stages.w, stages.u, stages.decay, entering, new_v, wave, tables.chunk_size)
-        run_output(q, k, new_v, stages.decay, states, out, wave, tables.chunk_size)
+        states = States.empty(k, stages.u, wave)
+        run_states(
+            k, stages.w, stages.u, stages.decay, stages.ends, entering, new_v, states, wave, tables.chunk_size,
+            alone=True,
+        )  # fmt: skip
+        run_output(q, k, new_v, stages.decay, tables.ancestors, states.rows, out, wave, tables.chunk_size)
     return _whole(out, tables)
 
 
 def backward_stages(inputs: Inputs, stages: Stages, dout: torch.Tensor, tables: ChainTables) -> torch.Tensor:
     """The tree-independent half of the backward before the reverse state pass: the gradient of v' [n, H, V] through
     outputs of the same chunk; ``dout`` [n, H, V]."""
+    from cp_engine.kernels.gdn.triton.inside import value_gradient_inside
+
     q, k, dout = (_inside(x, tables) for x in (inputs.q, inputs.k, dout))
     if not tables.chunks:
         return dout
-    return fla_stages.value_gradient_inside(q, k, dout, stages.decay, _sequences(tables))
+    return value_gradient_inside(q, k, dout, stages.decay, tables.ancestors, tables.chunk_rows, tables.chunk_size)
 
 
 def entry_cotangents(
@@ -146,7 +171,7 @@ def entry_cotangents(
 
     q, k, dout = (_inside(x, tables) for x in (inputs.q, inputs.k, dout))
     return run_entry_cotangents(
-        q, k, stages.w, dout, stages.decay, dv_local, tables.entries, tables.through, tables.chunk_size
+        q, k, stages.w, dout, stages.decay, stages.ends, dv_local, tables.entries, tables.through, tables.chunk_size
     )
 
 
@@ -167,20 +192,28 @@ def input_gradients(
     """
     from cp_engine.kernels.gdn.triton.backward_pass import run_adjoint
     from cp_engine.kernels.gdn.triton.dqkwg import Gradients, dqkwg
-    from cp_engine.kernels.gdn.triton.forward_pass import run_states
+    from cp_engine.kernels.gdn.triton.forward_pass import States, run_states
+    from cp_engine.kernels.gdn.triton.launch import Beside
+    from cp_engine.kernels.gdn.triton.solve_backward import solve_backward
 
     if not tables.chunks:
         return Inputs(*(torch.zeros_like(x) for x in inputs))
     q, k, v, _, beta = (_inside(x, tables) for x in inputs)
-    dout, size, at = _inside(dout, tables), tables.chunk_size, _sequences(tables)
-    decay, w = stages.decay, stages.w
-    new_v, dnew_v, grads = torch.empty_like(stages.u), torch.empty_like(stages.u), Gradients.empty(k, v.shape[1])
+    dout, size = _inside(dout, tables), tables.chunk_size
+    decay, ends, w, u = stages.decay, stages.ends, stages.w, stages.u
+    new_v, dnew_v, grads = torch.empty_like(u), torch.empty_like(u), Gradients.empty(k, v.shape[1])
     for wave in sorted(tables.waves, key=lambda wave: wave.exits):
-        states = run_states(k, w, stages.u, decay, entry_states, new_v, wave, size)
+        states = States.empty(k, u, wave)
+        # Neither the states nor their gradients need the other, and either leaves room on the multiprocessors.
+        pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=False)
+        beside = Beside(pass_again, k.device)
         leaving = dexit() if wave.exits else None
-        dstates = run_adjoint(q, k, w, dout, decay, dv_local, leaving, dnew_v, wave, size)
-        dqkwg(q, k, new_v, decay, states, dout, dstates, dnew_v, wave, size, grads)
-    dk, dv, dbeta, dtotal = fla_stages.solve_backward(k, v, decay, beta, stages.inverse, grads.dw, dnew_v, at)
-    dg = fla_stages.decay_gradient(grads.dtotal.sum(0) + dtotal, at)
-    results = (grads.dq, grads.dk + dk, dv, dg, dbeta)
+        dstates = run_adjoint(q, k, w, dout, decay, ends, dv_local, leaving, dnew_v, wave, size)
+        beside.join()
+        dqkwg(q, k, new_v, decay, tables.ancestors, states.rows, dout, dstates, dnew_v, wave, size, grads)
+    dk, dv, dbeta, dg = solve_backward(
+        k, v, decay, beta, stages.inverse, tables.ancestors, grads.dw, dnew_v, grads.dk, grads.dtotal,
+        tables.chunk_rows, size,
+    )  # fmt: skip
+    results = (grads.dq, dk, dv, dg, dbeta)
     return Inputs(*(_whole(grad.to(x.dtype), tables) for grad, x in zip(results, inputs, strict=True)))

@@ -14,14 +14,15 @@ import torch
 
 from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
-from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, padded, precision, state_sizes
+from cp_engine.kernels.gdn.triton.launch import state_sizes
+from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows, padded, precision
 
 SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
 
 
 @triton.jit(do_not_specialize=["first_chain", "first_below"])
 def _adjoint_kernel(
-    q, k, w, dout, decay, dv_local, dexit, dbelow, dstarts, drows, dnew_v, chunks, chains, reader_ptr, reader,
+    q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v, chunks, chains, reader_ptr, reader,
     first_chain, first_below, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr,
@@ -52,21 +53,32 @@ def _adjoint_kernel(
             dstate += tl.load(at_exit, mask=live_state & (column * 0 + leaves_at >= 0)[None, :], other=0.0)
         run = tl.load(chunks + top * CHUNK_COLUMNS + 4)
         left -= run
+        # Numbers of the chunk above are loaded a chunk ahead, so that nothing in the loop waits for an address; so is
+        # dv_local, which then takes no shared memory.
+        start = tl.cast(tl.load(chunks + top * CHUNK_COLUMNS), tl.int64)
+        tokens = tl.load(chunks + top * CHUNK_COLUMNS + 1)
+        state_row = tl.load(chunks + top * CHUNK_COLUMNS + 6)
+        last = tl.load(ends + top * H + head)
+        local = load_rows(dv_local, start, row, head, column, row < tokens, H, V)
         for i in range(0, run):
-            chunk = top - i
-            start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
-            tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
+            ahead = top - tl.minimum(i + 1, run - 1)
+            next_start = tl.cast(tl.load(chunks + ahead * CHUNK_COLUMNS), tl.int64)
+            next_tokens = tl.load(chunks + ahead * CHUNK_COLUMNS + 1)
+            next_row = tl.load(chunks + ahead * CHUNK_COLUMNS + 6)
+            next_last = tl.load(ends + ahead * H + head)
             if KEEP:
-                state_row = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 6), tl.int64)
                 kept = live_state & (column * 0 + state_row >= 0)[None, :]
-                tl.store(drows + state_row * (H * K * V) + inside, dstate.to(drows.dtype.element_ty), mask=kept)
+                at_row = drows + tl.cast(state_row, tl.int64) * (H * K * V) + inside
+                tl.store(at_row, dstate.to(drows.dtype.element_ty), mask=kept)
             live = row < tokens
-            total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
-            last = tl.load(decay + (start + tokens - 1) * H + head)
-            keys = load_rows(k, start, row, key_head, inner, live, HK, K)
+            total = load_each(decay, start, row, head, live, H)
+            # The state that leaves a leaf has no gradient: its keys stay where they are.
+            goes_on = live & (row * 0 + state_row >= 0)
+            keys = load_rows(k, start, row, key_head, inner, goes_on, HK, K)
             dvalue = tl.dot(keys, dstate.to(keys.dtype), input_precision=PRECISION)
-            dvalue *= tl.where(live, tl.exp2(last - total), 0.0)[:, None]
-            dvalue += load_rows(dv_local, start, row, head, column, live, H, V)
+            # In a chunk of several fragments the last token may have decayed less than others; dstate is zero there.
+            dvalue *= tl.where(live, tl.exp2(tl.minimum(last - total, 0.0)), 0.0)[:, None]
+            dvalue += local
             if KEEP:
                 at = dnew_v + start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
                 tl.store(at, dvalue.to(dnew_v.dtype.element_ty), mask=live[:, None] & (column < V)[None, :])
@@ -75,6 +87,8 @@ def _adjoint_kernel(
             erased = load_columns(w, start, row, head, inner, live, H, K)
             dstate = tl.dot(queries, read.to(queries.dtype), dstate * tl.exp2(last), input_precision=PRECISION)
             dstate -= tl.dot(erased, dvalue.to(erased.dtype), input_precision=PRECISION)
+            local = load_rows(dv_local, next_start, row, head, column, row < next_tokens, H, V)
+            start, tokens, state_row, last = next_start, next_tokens, next_row, next_last
     if STARTS:
         at = dstarts + tl.cast(tl.program_id(0), tl.int64) * (H * K * V) + inside
         tl.store(at, dstate, mask=live_state)
@@ -99,6 +113,7 @@ def run_adjoint(
     w: torch.Tensor,
     dout: torch.Tensor,
     decay: torch.Tensor,
+    ends: torch.Tensor,
     dv_local: torch.Tensor,
     dexit: torch.Tensor | None,
     dnew_v: torch.Tensor,
@@ -110,6 +125,7 @@ def run_adjoint(
     Args:
         q: [n, Hk, K], not scaled.
         dout: [n, H, V].
+        ends: float32 [N, H] cumulative log2 decay of each chunk's last token.
         dv_local: [n, H, V] gradient of v' through outputs of the same chunk.
         dexit: float32 [X, H, K, V] gradients of the exit states; None for a wave without exits.
         dnew_v: [n, H, V] takes the gradient of v'.
@@ -118,17 +134,17 @@ def run_adjoint(
         Gradients of the states in rows [R, H, K, V] in the dtype of ``dv_local``; those of entries are not written.
     """
     drows = dv_local.new_empty((walk.rows, dv_local.shape[1], k.shape[2], dv_local.shape[2]))
-    _launch(q, k, w, dout, decay, dv_local, dexit, drows, dnew_v, walk, chunk_size)
+    _launch(q, k, w, dout, decay, ends, dv_local, dexit, drows, dnew_v, walk, chunk_size)
     return drows
 
 
 def run_entry_cotangents(
-    q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, dout: torch.Tensor, decay: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, dout: torch.Tensor, decay: torch.Tensor, ends: torch.Tensor,
     dv_local: torch.Tensor, entries: int, walk: StatePass, chunk_size: int,
 ) -> torch.Tensor:  # fmt: skip
     """C: gradients of the entry states, float32 [Y, H, K, V], when those of all exit states are zero."""
     shape = (k.shape[2], dv_local.shape[2])
-    dstarts = _launch(q, k, w, dout, decay, dv_local, None, None, None, walk, chunk_size)
+    dstarts = _launch(q, k, w, dout, decay, ends, dv_local, None, None, None, walk, chunk_size)
     sums = torch.empty((entries, dv_local.shape[1], *shape), dtype=torch.float32, device=k.device)
     if entries:
         elements = sums[0].numel()
@@ -137,20 +153,23 @@ def run_entry_cotangents(
     return sums
 
 
-def _launch(q, k, w, dout, decay, dv_local, dexit, drows, dnew_v, walk: StatePass, chunk_size: int) -> torch.Tensor:
+def _launch(
+    q, k, w, dout, decay, ends, dv_local, dexit, drows, dnew_v, walk: StatePass, chunk_size: int
+) -> torch.Tensor:
     """Returns the gradients of the states that the first level's chains start from, float32 [C, H, K, V], if nothing
     else is kept."""
     heads, value_dim = dv_local.shape[1:]
     key_heads, key_dim = k.shape[1:]
-    sizes, keep = state_sizes(value_dim, dv_local.dtype), drows is not None
+    keep = drows is not None
     # A level reads the starts of the one below it only.
     dbelow = torch.empty((0, heads, key_dim, value_dim), dtype=torch.float32, device=k.device)
     for level in range(len(walk.levels) - 1, -1, -1):
         begin, end = walk.levels[level]
+        sizes = state_sizes(value_dim, dv_local.dtype, (end - begin) * heads, alone=not keep)
         starts = level > 0 or not keep
         dstarts = dbelow.new_empty((end - begin if starts else 0, heads, key_dim, value_dim))
         _adjoint_kernel[(end - begin, heads, triton.cdiv(value_dim, sizes.columns))](
-            q, k, w, dout, decay, dv_local, dexit, dbelow, dstarts, drows, dnew_v,
+            q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v,
             walk.chunks, walk.chains, walk.reader_ptr, walk.reader, begin, end, key_dim**-0.5,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
             KEEP=keep, STARTS=starts, EXITS=dexit is not None and len(dexit) > 0, PRECISION=precision(dv_local.dtype),

@@ -1,6 +1,7 @@
 """Chunks and chains of a rank's fragments, for kernels in which one program walks one chain.
 
-Chunks restart at every fragment and are numbered in the order of the rows, as fla numbers those of its sequences. A
+Chunks restart at every fragment (short ones packed together, see `packing`, count as one) and are numbered in the order
+of the rows, as fla numbers those of its sequences. A
 chain is a heavy path of fragments, so its chunks are adjacent. Chains of one level do not depend on each other: a
 level is one launch, and there are at most log2(leaves) + 1.
 
@@ -21,6 +22,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
+from cp_engine.kernels.gdn.triton.packing import Fragments, packed_fragments
 
 # First token; tokens; slot that its last state goes to or -1; exit that it ends at or -1; chunks of its chain from the
 # last branch point above it up to itself; row of the state that enters it or -1 for zero; row of the state that leaves
@@ -57,6 +60,9 @@ class ChainTables:
     chunk_size: int
     fragment_row: torch.Tensor  # int64 [F + 1] what fla calls cu_seqlens
     chunk_fragment: torch.Tensor  # int64 [N, 2] fragment and place in it, what fla calls chunk_indices
+    ancestors: torch.Tensor  # int64 [n] bit j of a token: whether token j of its chunk is the token or above it
+    chunk_rows: torch.Tensor  # int32 [N, CHUNK_COLUMNS] of which only the first two columns are for all passes
+    packed: bool  # some chunk holds several fragments
     chunks: int
     entries: int
     waves: tuple[StatePass, ...]  # together everything
@@ -99,11 +105,20 @@ def chain_tables(
     """
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size of the Triton backend must be 16, 32 or 64, got {chunk_size}")
+    chain = np.repeat(np.arange(len(chain_level)), np.diff(chain_fragment))
+    of = packed_fragments(fragment_row, fragment_parent, fragment_entry, chain, chain_level, exit_fragment, chunk_size)
+    packed = len(of.parent) != len(fragment_parent) or not np.array_equal(of.row, fragment_row)
+    return _chain_tables(of, exit_entry, entries, rows, chunk_size, packed, device)
+
+
+def _chain_tables(
+    of: Fragments, exit_entry: np.ndarray, entries: int, rows: int, chunk_size: int, packed: bool, device
+) -> ChainTables:
+    fragment_row, exit_fragment, chain_level = of.row, of.exit, of.level
     count = -(-np.diff(fragment_row) // chunk_size)
     last_chunk = np.cumsum(count) - 1
-    below, to_exit = _walk(fragment_parent, fragment_entry, exit_fragment)
-    chain = np.repeat(np.arange(len(chain_level)), np.diff(chain_fragment))
-    fragments = _Fragments(fragment_parent, fragment_entry, chain, last_chunk - count + 1, last_chunk, below, to_exit)
+    below, to_exit = _walk(of.parent, of.entry, exit_fragment)
+    fragments = _Fragments(of.parent, of.entry, of.chain, last_chunk - count + 1, last_chunk, below, to_exit)
     fragment = np.repeat(np.arange(len(count)), count)
     place = np.arange(len(fragment)) - fragments.first_chunk[fragment]
     start = np.asarray(fragment_row)[fragment] + place * chunk_size
@@ -127,6 +142,9 @@ def chain_tables(
         chunk_size=chunk_size,
         fragment_row=torch.as_tensor(np.asarray(fragment_row, np.int64), device=device),
         chunk_fragment=torch.as_tensor(np.stack([fragment, place], 1), device=device),
+        ancestors=torch.as_tensor(of.ancestors, device=device),
+        chunk_rows=torch.as_tensor(chunks.astype(np.int32), device=device),
+        packed=packed,
         chunks=len(fragment),
         entries=entries,
         waves=tuple(_on_device(part, device) for part in waves),

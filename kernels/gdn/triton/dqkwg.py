@@ -7,8 +7,9 @@ chunk and dH+ the gradient of the one leaving it::
     dq = s 2^G (dO H^T) + dS k       dk = dS^T q + dR  with  dR = 2^(G_C - G) (v' dH+^T)
     dG_i = q_i . dq_i - k_i . dk_i   and at the last token also  sum_j k_j . dR_j + 2^G_C sum(H dH+)
 
-(dG in units of the natural logarithm.) dS^T is a product of its own, ``v' dO^T``: with Triton 3.4 to 3.7.0 a product
-whose operand is transposed in registers is wrong on Hopper.
+(dG in units of the natural logarithm; in a chunk of several fragments D is zero unless j is above i on its root path.)
+``dS^T q`` is computed as ``(q^T dS)^T``: with Triton 3.4 to 3.7.0 a product whose operand is transposed in registers is
+wrong on Hopper.
 
 Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size.
 """
@@ -21,19 +22,28 @@ import torch
 
 from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
-from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, padded, precision
+from cp_engine.kernels.gdn.triton.primitives import (
+    decay_between,
+    load_columns,
+    load_each,
+    load_rows,
+    load_seen,
+    padded,
+    precision,
+)
 
 # One program adds up the value heads of a key head.
 BLOCK_KEYS = 64
 BLOCK_VALUES = 64
-# Compiled for sm_90, 8 warps spill nothing and 4 do; not timed yet.
 WARPS = 8
 STAGES = 2
+# Programs that a multiprocessor's registers hold at once: another one hides the loads at the start and the end of each.
+PROGRAMS = 2
 
 
 @triton.jit(do_not_specialize=["tokens_in_all"])
 def _dqkwg_kernel(
-    q, k, new_v, decay, states, dout, dstates, dnew_v, dq, dk, dw, dg, chunks, members, tokens_in_all, scale,
+    q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, dq, dk, dw, dg, chunks, members, tokens_in_all, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +60,7 @@ def _dqkwg_kernel(
         head = key_head * (H // HK) + member
         dqueries, dkeys = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
         derased = tl.zeros([C, BK], dtype=tl.float32)
-        scores, scores_t = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+        scores = tl.zeros([C, C], dtype=tl.float32)
         dlast = tl.zeros([BV], dtype=tl.float32)
         for block in range(0, tl.cdiv(V, BV)):
             column = block * BV + tl.arange(0, BV)
@@ -69,28 +79,24 @@ def _dqkwg_kernel(
             dkeys = tl.dot(values, dh, dkeys, input_precision=PRECISION)
             derased = tl.dot(dvalues, h, derased, input_precision=PRECISION)
             values_t = load_columns(new_v, start, row, head, column, live, H, V)
-            grads_t = load_columns(dout, start, row, head, column, live, H, V)
             scores = tl.dot(grads, values_t, scores, input_precision=PRECISION)
-            scores_t = tl.dot(values, grads_t, scores_t, input_precision=PRECISION)
         out = start * (H * K) + head * K + row[:, None] * (H * K) + inner[None, :]
         tl.store(dw + out, (-derased).to(dw.dtype.element_ty), mask=live_out)
 
-        total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
+        total = load_each(decay, start, row, head, live, H)
         last = tl.load(decay + (start + tokens - 1) * H + head)
-        # Masked before the exponential: above the diagonal it may overflow.
-        both = live[:, None] & live[None, :]
-        lower, upper = both & (row[:, None] >= row[None, :]), both & (row[:, None] <= row[None, :])
-        apart = total[:, None] - total[None, :]
-        scores *= tl.where(lower, tl.exp2(tl.where(lower, apart, 0.0)), 0.0) * scale
-        scores_t *= tl.where(upper, tl.exp2(tl.where(upper, -apart, 0.0)), 0.0) * scale
+        seen = load_seen(ancestors, start, row, live)
+        scores *= decay_between(total[:, None], total[None, :], seen) * scale
         queries = load_rows(q, start, row, key_head, inner, live, HK, K)
         keys = load_rows(k, start, row, key_head, inner, live, HK, K)
-        dkeys *= tl.where(live, tl.exp2(last - total), 0.0)[:, None]
+        # In a chunk of several fragments the last token may have decayed less than others.
+        dkeys *= tl.where(live, tl.exp2(tl.minimum(last - total, 0.0)), 0.0)[:, None]
         dlast_token = tl.sum(tl.sum(keys * dkeys, 1), 0)
         dlast_token += tl.exp2(last) * tl.sum(dlast, 0)
         dqueries *= (tl.exp2(total) * scale)[:, None]
         dqueries = tl.dot(scores.to(keys.dtype), keys, dqueries, input_precision=PRECISION)
-        dkeys = tl.dot(scores_t.to(queries.dtype), queries, dkeys, input_precision=PRECISION)
+        queries_t = load_columns(q, start, row, key_head, inner, live, HK, K)
+        dkeys += tl.trans(tl.dot(queries_t, scores.to(keys.dtype), input_precision=PRECISION))
         dtotal = tl.sum(queries * dqueries, 1) - tl.sum(keys * dkeys, 1)
         dtotal += tl.where(row == tokens - 1, dlast_token, 0.0)
         part = tl.cast(tl.program_id(2), tl.int64) * tokens_in_all + start
@@ -98,7 +104,7 @@ def _dqkwg_kernel(
         sum_dq += dqueries
         sum_dk += dkeys
     out = start * (HK * K) + key_head * K + row[:, None] * (HK * K) + inner[None, :]
-    tl.store(dq + out, sum_dq, mask=live_out)
+    tl.store(dq + out, sum_dq.to(dq.dtype.element_ty), mask=live_out)
     tl.store(dk + out, sum_dk, mask=live_out)
 
 
@@ -106,7 +112,7 @@ def _dqkwg_kernel(
 class Gradients:
     """Gradients through outputs and state pass; those through w and u (from dw and dnew_v) come on top."""
 
-    dq: torch.Tensor  # float32 [n, Hk, K]
+    dq: torch.Tensor  # [n, Hk, K] in the dtype of k
     dk: torch.Tensor  # float32 [n, Hk, K]
     dw: torch.Tensor  # [n, H, K] in the dtype of k
     dtotal: torch.Tensor  # float32 [parts, n, H] of the cumulative (natural) log decay, to be summed
@@ -114,10 +120,15 @@ class Gradients:
     @classmethod
     def empty(cls, k: torch.Tensor, heads: int) -> Gradients:
         tokens, _, key_dim = k.shape
-        of_keys = torch.empty((2, *k.shape), dtype=torch.float32, device=k.device)
         parts = triton.cdiv(key_dim, _block_keys(key_dim))
         dtotal = torch.empty((parts, tokens, heads), dtype=torch.float32, device=k.device)
-        return cls(of_keys[0], of_keys[1], k.new_empty((tokens, heads, key_dim)), dtotal)
+        dk = torch.empty_like(k, dtype=torch.float32)
+        return cls(torch.empty_like(k), dk, k.new_empty((tokens, heads, key_dim)), dtotal)
+
+
+def registers() -> int:
+    """Registers of a thread, so that `PROGRAMS` fit."""
+    return min(255, 65536 // (PROGRAMS * 32 * WARPS))
 
 
 def _block_keys(key_dim: int) -> int:
@@ -129,6 +140,7 @@ def dqkwg(
     k: torch.Tensor,
     new_v: torch.Tensor,
     decay: torch.Tensor,
+    ancestors: torch.Tensor,
     states: torch.Tensor,
     dout: torch.Tensor,
     dstates: torch.Tensor,
@@ -143,14 +155,15 @@ def dqkwg(
         q: [n, Hk, K], not scaled; k alike.
         new_v: [n, H, V] v'; ``dout`` and ``dnew_v`` alike.
         decay: float32 [n, H] cumulative log2 decay inside each chunk.
+        ancestors: int64 [n] of the tables.
         states: [R, H, K, V] in rows; ``dstates`` alike, their gradients.
     """
     tokens, heads, value_dim = new_v.shape
     key_heads, key_dim = k.shape[1:]
     _dqkwg_kernel[(len(walk.members), key_heads, len(out.dtotal))](
-        q, k, new_v, decay, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
+        q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
         walk.chunks, walk.members, tokens, key_dim**-0.5,
         HK=key_heads, H=heads, K=key_dim, V=value_dim, BK=_block_keys(key_dim), BV=min(BLOCK_VALUES, padded(value_dim)),
         C=chunk_size, PRECISION=precision(k.dtype), CHUNK_COLUMNS=CHUNK_COLUMNS,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=WARPS, num_stages=STAGES, maxnreg=registers(),
     )  # fmt: skip

@@ -11,16 +11,19 @@ Y entries.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
-from cp_engine.kernels.gdn.triton.primitives import load_columns, load_rows, padded, precision, state_sizes
+from cp_engine.kernels.gdn.triton.launch import state_sizes
+from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows, padded, precision
 
 
 @triton.jit(do_not_specialize=["first_chain"])
 def _state_kernel(
-    k, w, u, decay, states, rows, new_v, chunks, chains, first_chain,
+    k, w, u, decay, ends, states, rows, new_v, chunks, chains, first_chain,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
@@ -43,11 +46,19 @@ def _state_kernel(
     has_value = live_column & (column * 0 + block < VALUE_BLOCKS)
     slot = tl.cast(tl.load(chain + 2), tl.int64)
     state = tl.load(states + (slot * H + head) * (K * COLUMNS) + inside, mask=live_state, other=0.0)
+    # Numbers of the next chunk are loaded a chunk ahead: nothing in the loop waits for an address.
+    start = tl.cast(tl.load(chunks + first * CHUNK_COLUMNS), tl.int64)
+    tokens = tl.load(chunks + first * CHUNK_COLUMNS + 1)
+    slot = tl.load(chunks + first * CHUNK_COLUMNS + 2)
+    state_row = tl.load(chunks + first * CHUNK_COLUMNS + 6)
+    last = tl.load(ends + first * H + head)
     for i in range(0, count):
-        chunk = first + i
-        start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
-        tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
-        slot = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 2), tl.int64)
+        ahead = first + tl.minimum(i + 1, count - 1)
+        next_start = tl.cast(tl.load(chunks + ahead * CHUNK_COLUMNS), tl.int64)
+        next_tokens = tl.load(chunks + ahead * CHUNK_COLUMNS + 1)
+        next_slot = tl.load(chunks + ahead * CHUNK_COLUMNS + 2)
+        next_row = tl.load(chunks + ahead * CHUNK_COLUMNS + 6)
+        next_last = tl.load(ends + ahead * H + head)
         live = row < tokens
         erased = load_rows(w, start, row, head, inner, live, H, K)
         value_at = start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
@@ -56,17 +67,34 @@ def _state_kernel(
         value -= tl.dot(erased, state.to(erased.dtype), input_precision=PRECISION)
         if KEEP:
             tl.store(new_v + value_at, value.to(new_v.dtype.element_ty), mask=live_value)
-        total = tl.load(decay + start * H + head + row * H, mask=live, other=0.0)
-        last = tl.load(decay + (start + tokens - 1) * H + head)
-        value = tl.where(live[:, None], value * tl.exp2(last - total)[:, None], 0.0)
-        keys = load_columns(k, start, row, head // (H // HK), inner, live, HK, K)
+        total = load_each(decay, start, row, head, live, H)
+        # In a chunk of several fragments the last token may have decayed less than others; nobody reads its state.
+        value = tl.where(live[:, None], value * tl.exp2(tl.minimum(last - total, 0.0))[:, None], 0.0)
+        # Nobody reads the state that leaves a leaf: its keys stay where they are.
+        goes_on = live & (row * 0 + state_row >= 0)
+        keys = load_columns(k, start, row, head // (H // HK), inner, goes_on, HK, K)
         state = tl.dot(keys, value.to(keys.dtype), state * tl.exp2(last), input_precision=PRECISION)
-        left = states + (slot * H + head) * (K * COLUMNS) + inside
+        left = states + (tl.cast(slot, tl.int64) * H + head) * (K * COLUMNS) + inside
         tl.store(left, state, mask=live_state & (column * 0 + slot >= 0)[None, :])
         if KEEP:
-            state_row = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 6), tl.int64)
-            at = rows + (state_row * H + head) * (K * V) + inner[:, None] * V + column[None, :]
+            at = rows + (tl.cast(state_row, tl.int64) * H + head) * (K * V) + inner[:, None] * V + column[None, :]
             tl.store(at, state.to(rows.dtype.element_ty), mask=live_state & (column * 0 + state_row >= 0)[None, :])
+        start, tokens, slot, state_row, last = next_start, next_tokens, next_slot, next_row, next_last
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """Where a state pass writes."""
+
+    slots: torch.Tensor  # float32 [S, H, K, V]
+    rows: torch.Tensor  # [R, H, K, V] in the dtype of u
+
+    @classmethod
+    def empty(cls, k: torch.Tensor, u: torch.Tensor, walk: StatePass) -> States:
+        shape = (u.shape[1], k.shape[2], u.shape[2])
+        return cls(
+            torch.empty((walk.slots, *shape), dtype=torch.float32, device=u.device), u.new_empty((walk.rows, *shape))
+        )
 
 
 def run_states(
@@ -74,39 +102,36 @@ def run_states(
     w: torch.Tensor,
     u: torch.Tensor,
     decay: torch.Tensor,
+    ends: torch.Tensor,
     entry_states: torch.Tensor | None,
     new_v: torch.Tensor,
+    states: States,
     walk: StatePass,
     chunk_size: int,
-) -> torch.Tensor:
-    """What the output and the backward need of the state pass, for the chunks of one wave.
+    alone: bool,
+) -> None:
+    """What the output and the backward need of the state pass, for the chunks of one wave: ``states`` and ``new_v``.
 
     Args:
         k: [n, Hk, K].
         w: [n, H, K].
         u: [n, H, V].
         decay: float32 [n, H] cumulative log2 decay inside each chunk.
+        ends: float32 [N, H] that of each chunk's last token.
         entry_states: float32 [Y, H, K, V]; None for a wave that no entry reaches.
         new_v: [n, H, V] takes v'.
-
-    Returns:
-        States in rows [R, H, K, V], in the dtype of ``u``.
+        alone: whether no other pass runs at the same time.
     """
-    heads, value_dim = u.shape[1:]
-    shape = (heads, k.shape[2], value_dim)
-    states = torch.empty((walk.slots, *shape), dtype=torch.float32, device=u.device)
-    rows = u.new_empty((walk.rows, *shape))
-    states[0] = 0
+    states.slots[0] = 0
     if entry_states is not None:
-        states[1 : 1 + len(entry_states)] = entry_states
-        rows[: len(entry_states)] = entry_states
-    _launch(k, w, u, decay, states, rows, new_v, walk, chunk_size)
-    return rows
+        states.slots[1 : 1 + len(entry_states)] = entry_states
+        states.rows[: len(entry_states)] = entry_states
+    _launch(k, w, u, decay, ends, states.slots, states.rows, new_v, walk, chunk_size, alone)
 
 
 def run_summary(
-    k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, decay: torch.Tensor, entries: int, walk: StatePass,
-    chunk_size: int,
+    k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, decay: torch.Tensor, ends: torch.Tensor, entries: int,
+    walk: StatePass, chunk_size: int,
 ) -> torch.Tensor:  # fmt: skip
     """Affine maps [B | A] of all slots, float32 [S, H, K, V + K]; A only where a slot is below an entry.
 
@@ -119,19 +144,19 @@ def run_summary(
     states[: 1 + entries] = 0
     if entries:
         states[1 : 1 + entries, :, :, value_dim:] = torch.eye(key_dim, dtype=torch.float32, device=u.device)
-    _launch(k, w, u, decay, states, None, None, walk, chunk_size)
+    _launch(k, w, u, decay, ends, states, None, None, walk, chunk_size, alone=True)
     return states
 
 
-def _launch(k, w, u, decay, states, rows, new_v, walk: StatePass, chunk_size: int) -> None:
+def _launch(k, w, u, decay, ends, states, rows, new_v, walk: StatePass, chunk_size: int, alone: bool) -> None:
     heads, value_dim = u.shape[1:]
     key_heads, key_dim = k.shape[1:]
     columns = states.shape[3]
-    sizes = state_sizes(value_dim, u.dtype)
-    blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
     for begin, end in walk.levels:
+        sizes = state_sizes(value_dim, u.dtype, (end - begin) * heads, alone)
+        blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
         _state_kernel[(end - begin, heads, blocks)](
-            k, w, u, decay, states, rows, new_v, walk.chunks, walk.chains, begin,
+            k, w, u, decay, ends, states, rows, new_v, walk.chunks, walk.chains, begin,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, COLUMNS=columns, KP=padded(key_dim), BV=sizes.columns,
             C=chunk_size, KEEP=rows is not None, PRECISION=precision(u.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,

@@ -1,4 +1,4 @@
-"""Tile sizes and loads that the kernels of the state pass and of its gradients share."""
+"""Tile sizes, loads and masks that the kernels share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,6 @@ class Sizes:
     columns: int  # state columns of a program
     warps: int
     stages: int  # depth of the software pipeline
-
-
-# A program holds K x columns of the state in float32 registers. Compiled for sm_90 these spill nothing (64 columns with
-# 4 warps do in the backward); no option has been timed yet.
-STATE = Sizes(32, 4, 2)
-# float32 products are exact (no tf32), without matrix units: more columns spill.
-FLOAT32 = Sizes(16, 8, 1)
-
-
-def state_sizes(value_dim: int, dtype: torch.dtype) -> Sizes:
-    """Sizes of the state pass and its backward."""
-    chosen = FLOAT32 if dtype == torch.float32 else STATE
-    return Sizes(min(chosen.columns, padded(value_dim)), chosen.warps, chosen.stages)
 
 
 def padded(size: int) -> int:
@@ -52,3 +39,29 @@ def load_columns(source, start, row, head, column, live, HEADS: tl.constexpr, D:
     """`load_rows` transposed by its addresses, [len(column), len(row)]: no product reads a transposed register."""
     at = source + start * (HEADS * D) + head * D + row[None, :] * (HEADS * D) + column[:, None]
     return tl.load(at, mask=live[None, :] & (column < D)[:, None], other=0.0)
+
+
+@triton.jit
+def load_each(source, start, row, head, live, HEADS: tl.constexpr):
+    """One number of each row for a head, [len(row)], zero where not ``live``."""
+    return tl.load(source + start * HEADS + head + row * HEADS, mask=live, other=0.0)
+
+
+@triton.jit
+def load_seen(ancestors, start, row, live):
+    """[i, j]: whether token j of the chunk is i or above it on its root path."""
+    bits = tl.load(ancestors + start + row, mask=live, other=0)
+    return ((bits[:, None] >> tl.cast(row, tl.int64)[None, :]) & 1) != 0
+
+
+@triton.jit
+def load_seers(ancestors, start, row, live):
+    """`load_seen` transposed, [j, i]."""
+    bits = tl.load(ancestors + start + row, mask=live, other=0)
+    return ((bits[None, :] >> tl.cast(row, tl.int64)[:, None]) & 1) != 0
+
+
+@triton.jit
+def decay_between(later, earlier, seen):
+    """2^(later - earlier) where ``seen``, else 0. Masked before the exponential: elsewhere it may overflow."""
+    return tl.where(seen, tl.exp2(tl.where(seen, later - earlier, 0.0)), 0.0)

@@ -1,0 +1,94 @@
+"""The bounds of `gdn_flat` in Triton's interpreter, on results rounded to bf16; `test_gdn_triton.py` runs this file.
+
+The interpreter has no bf16 of its own: here what the stages hand on is rounded to it.
+"""
+
+from tests.kernels.interpreted import single_configurations  # isort: skip  # before anything that imports Triton
+
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from cp_engine.kernels.gdn import triton as gdn
+from cp_engine.kernels.gdn.triton import backward_pass, forward_pass
+from tests.gdn_oracle import random_forest
+from tests.kernels.gdn_cases import Case, case, rank_plans, whole_plan
+from tests.kernels.gdn_flat import share_of_bounds
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_configuration():
+    single_configurations()
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().float()
+
+
+def bf16_case(seed: int, rank: int | None = None) -> Case:
+    forest = random_forest(seed, 12)
+    plan = whole_plan(forest) if rank is None else rank_plans(forest, 0)[rank]
+    mine = case(plan, rank or 0, (1, 2, 32, 32))
+    q, k, v, *gates = mine.inputs
+    return replace(mine, inputs=type(mine.inputs)(*map(rounded, (q, k, v)), *gates), dout=rounded(mine.dout))
+
+
+def with_rounded_stages() -> list:
+    """Patches that round w, u, T, the gradient of v' inside a chunk, states in rows, and every result."""
+    originals = {name: getattr(gdn, name) for name in ("chunk_stages", "outputs", "backward_stages", "input_gradients")}
+    states, adjoint = forward_pass.run_states, backward_pass.run_adjoint
+
+    def chunk_stages(*args):
+        made = originals["chunk_stages"](*args)
+        return replace(made, w=rounded(made.w), u=rounded(made.u), inverse=rounded(made.inverse))
+
+    def run_states(k, w, u, decay, ends, entry_states, new_v, written, *rest, **how):
+        states(k, w, u, decay, ends, entry_states, new_v, written, *rest, **how)
+        written.rows.copy_(rounded(written.rows))
+
+    patches = {
+        "chunk_stages": chunk_stages,
+        "outputs": lambda *args: rounded(originals["outputs"](*args)),
+        "backward_stages": lambda *args: rounded(originals["backward_stages"](*args)),
+        "input_gradients": lambda *args: [rounded(x) for x in originals["input_gradients"](*args)],
+    }
+    contexts = [mock.patch.object(gdn, name, value) for name, value in patches.items()]
+    contexts.append(mock.patch.object(forward_pass, "run_states", run_states))
+    contexts.append(mock.patch.object(backward_pass, "run_adjoint", lambda *args: rounded(adjoint(*args))))
+    return contexts
+
+
+def share(mine: Case, fault=None) -> dict[str, float]:
+    with ExitStack() as stack:
+        for patch in with_rounded_stages():
+            stack.enter_context(patch)
+        return share_of_bounds(mine, fault(mine.tables()) if fault else None)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_rounding_alone_is_within_the_bounds(rank):
+    used = share(bf16_case(0, rank))
+    # Not far below either: bounds that nothing reaches would see nothing.
+    assert 0.3 <= max(used.values()) <= 1, used
+
+
+def from_zero(tables):
+    (wave,) = tables.waves
+    starts = wave.chains.clone()
+    starts[-1, 2] = 0
+    return replace(tables, waves=(replace(wave, chains=starts),))
+
+
+def without_last_reader(tables):
+    (wave,) = tables.waves
+    ends = wave.reader_ptr.clone()
+    ends[-1] -= 1
+    return replace(tables, waves=(replace(wave, reader_ptr=ends),))
+
+
+@pytest.mark.parametrize("fault", [from_zero, without_last_reader])
+def test_one_wrong_chain_is_beyond_the_bounds(fault):
+    assert max(share(bf16_case(0), fault).values()) > 3
