@@ -9,7 +9,7 @@ micro-batches, with the fastest of FA4, cuDNN and FA2; GDN layers of flat rows r
 gradients, which are compared: where they differ there is no speed-up. Times are of whole `Engine.train_step` calls, by
 the wall clock, with the device's work done.
 
-MFU: model FLOPs (`benchmarks.step_flops`) a second over the card's dense bf16 rate by its data sheet. HFU: with what is
+MFU: model FLOPs (`cp_engine.flops`) a second over the card's dense bf16 rate by its data sheet. HFU: with what is
 computed again. On several GPUs: the same step with as many times the rollouts, against one GPU in the same run.
 """
 
@@ -28,11 +28,12 @@ from benchmarks.attention import installed
 from benchmarks.attention_workloads import DATA
 from benchmarks.record import RESULTS, append, stamp
 from benchmarks.step_flat import FLAT_CALLS, RIVALS
-from benchmarks.step_flops import PEAK_TFLOPS, Work
+from benchmarks.step_flops import PEAK_TFLOPS
 from benchmarks.step_models import MODELS
 from benchmarks.step_run import ENGINES, Measured, Setup, StepRun, differences, within, within_bounds
 from benchmarks.step_workloads import SETS, WORKLOADS, unshared, workload_rollouts
 from cp_engine.distributed.ranks import Ranks, join_ranks, shutdown
+from cp_engine.flops import Work
 from cp_engine.rollouts import Rollout
 
 PACKAGES = (
@@ -125,7 +126,7 @@ def flat_micro_batch(
 
 def figures(run: StepRun, tree: Measured, tree_work: Work, flat: Measured, flat_work: Work) -> dict:
     """Times, FLOPs, rates and memory of both."""
-    flops, again = run.flops, run.setup.recompute
+    tree_flops, flat_flops = run.flops(tree_work), run.flops(flat_work)
 
     def share(count: int, measured: Measured) -> float:
         return round(count / measured.seconds / (PEAK_TFLOPS * 1e12), 4)
@@ -135,18 +136,18 @@ def figures(run: StepRun, tree: Measured, tree_work: Work, flat: Measured, flat_
         "flat_tokens": flat_work.tokens,
         "token_ratio": round(flat_work.tokens / tree_work.tokens, 4),
         "pair_ratio": round(flat_work.pairs / tree_work.pairs, 4),
-        "flop_ratio": round(flops.model(flat_work) / flops.model(tree_work), 4),
-        "tree_tflop": float(f"{flops.model(tree_work) / 1e12:.4g}"),
+        "flop_ratio": round(flat_flops[0] / tree_flops[0], 4),
+        "tree_tflop": float(f"{tree_flops[0] / 1e12:.4g}"),
         "tree_ms": round(1e3 * tree.seconds, 2),
         "flat_ms": round(1e3 * flat.seconds, 2),
         # Tokens of the rollouts a second: what a trainer waits for.
         "tree_tokens_per_s": round(flat_work.tokens / tree.seconds),
         "flat_tokens_per_s": round(flat_work.tokens / flat.seconds),
         "peak_tflops": PEAK_TFLOPS,
-        "mfu": share(flops.model(tree_work), tree),
-        "hfu": share(flops.hardware(tree_work, again), tree),
-        "flat_mfu": share(flops.model(flat_work), flat),
-        "flat_hfu": share(flops.hardware(flat_work, again), flat),
+        "mfu": share(tree_flops[0], tree),
+        "hfu": share(tree_flops[1], tree),
+        "flat_mfu": share(flat_flops[0], flat),
+        "flat_hfu": share(flat_flops[1], flat),
         "tree_gib": tree.peak_gib,
         "flat_gib": flat.peak_gib,
         "tree_packs": tree.metrics["packs"],

@@ -17,10 +17,11 @@ import torch
 
 from benchmarks import clock
 from benchmarks.step_flat import FLAT_CALLS, RIVALS, use_flat_attention
-from benchmarks.step_flops import ONE_RANK, PEAK_TFLOPS, Flops, Work
+from benchmarks.step_flops import ONE_RANK, PEAK_TFLOPS
 from benchmarks.step_models import random_model, shape_config
 from benchmarks.step_workloads import unshared, workload_rollouts
 from cp_engine.config import LossConfig, PackingConfig
+from cp_engine.flops import Work, training_flops
 from cp_engine.models.hf_attention import ATTENTION_NAME
 from cp_engine.models.load import prepare_for_trees
 from cp_engine.models.shape import model_shape
@@ -125,8 +126,9 @@ def compare(model, title: str, workload: str, rollouts: list[Rollout], names, de
     tree = LayerCall(model, pack, forest, x, dy)
     ms, gib = measure(tree, device)
     flat = flat_figures(model, tree, unshared(rollouts), shape, names)
-    work = Work(forest.tokens, forest.tree_pairs, 0), Work(len(tree.rows), forest.flat_pairs, 0)
-    flops = [Flops.of(model, shape).model(of_one) for of_one in work]
+    sizes = (forest.tokens, forest.tree_pairs), (len(tree.rows), forest.flat_pairs)
+    work = [Work(tokens=tokens, pairs=pairs, predictors=0) for tokens, pairs in sizes]
+    flops = [training_flops(of_one, shape, model.config.vocab_size) for of_one in work]
     right = [name for name, error in flat["error"].items() if error <= MOST_ERROR[dtype]]
     gains = {name: round(flat["flat_ms"][name] / ms, 3) for name in right}
     return {

@@ -28,7 +28,8 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
     setup = replace(setup, draw_adapters=setup.engine == "plain")
     run = StepRun(replace(setup, engine="plain"), Ranks(0, 1, None, ranks.device))
     of_one = rollouts(1, run.engine.vocab_size)
-    one_work, flops, dtype = run.work(of_one), run.flops, run.engine.dtype
+    one_work, dtype = run.work(of_one), run.engine.dtype
+    one_flops = run.flops(one_work)
     run.steps(of_one)
     one = run.steps(of_one, arguments.repeats)
     del run
@@ -40,6 +41,7 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
     run.steps(of_all)
     several, work = run.steps(of_all, arguments.repeats), run.work(of_all)
     rate, one_rate = work.tokens / several.seconds / ranks.world, one_work.tokens / one.seconds
+    flops = run.flops(work)
     peak, right = PEAK_TFLOPS * 1e12, within_bounds(found, dtype)
     return {
         "bench": "step",
@@ -57,9 +59,9 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
         "one_gpu_ms": round(1e3 * one.seconds, 2),
         "tokens_per_s_gpu": round(rate),
         "one_gpu_tokens_per_s": round(one_rate),
-        "mfu": round(flops.model(work) / several.seconds / ranks.world / peak, 4),
-        "hfu": round(flops.hardware(work, setup.recompute) / several.seconds / ranks.world / peak, 4),
-        "one_gpu_mfu": round(flops.model(one_work) / one.seconds / peak, 4),
+        "mfu": round(flops[0] / several.seconds / ranks.world / peak, 4),
+        "hfu": round(flops[1] / several.seconds / ranks.world / peak, 4),
+        "one_gpu_mfu": round(one_flops[0] / one.seconds / peak, 4),
         "tree_gib": several.peak_gib,
         "one_gpu_gib": one.peak_gib,
         "token_imbalance": several.metrics["token_imbalance"],

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from benchmarks import clock
 from benchmarks.step_flat import FLAT_CALLS, Rows, fastest, times_of_calls, use_flat_attention
-from benchmarks.step_flops import Flops, Work
+from benchmarks.step_flops import hardware_flops, step_work
 from benchmarks.step_models import SHAPES, random_model, shape_config
 from cp_engine.config import Config, PackingConfig
 from cp_engine.distributed.plain import PlainModel
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
+from cp_engine.flops import Work, training_flops
 from cp_engine.models.hf_attention import ATTENTION_NAME
 from cp_engine.rollouts import Rollout
 
@@ -167,11 +168,12 @@ class StepRun:
 
     def work(self, rollouts: list[Rollout]) -> Work:
         """What the present kind of step does with rollouts."""
-        return Work.of(rollouts, self.engine.config.packing, self.engine.config.loss, self.engine.shape)
+        return step_work(rollouts, self.engine.config.packing, self.engine.config.loss, self.engine.shape)
 
-    @property
-    def flops(self) -> Flops:
-        return Flops.of(self.causal_lm, self.engine.shape)
+    def flops(self, work: Work) -> tuple[int, int]:
+        """Model FLOPs of a step, and all that are executed."""
+        model = self.engine.shape, self.causal_lm.config.vocab_size, self.config.lora is not None
+        return training_flops(work, *model), hardware_flops(work, *model, self.setup.recompute)
 
     def choose_flat(self, names: tuple[str, ...], rollouts: list[Rollout]) -> tuple[str, dict[str, float]]:
         """The fastest flat attention for a micro-batch of these rollouts, and the milliseconds of all.

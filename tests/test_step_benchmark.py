@@ -14,11 +14,12 @@ import torch
 from benchmarks import step, step_flat, step_layer, step_ranks
 from benchmarks.record import ROOT
 from benchmarks.step_flat import FLAT_CALLS, Rows, sdpa
-from benchmarks.step_flops import Flops, Work
+from benchmarks.step_flops import hardware_flops, step_work
 from benchmarks.step_models import SHAPES, random_model, shape_config
 from benchmarks.step_run import Measured, Setup, StepRun, differences, within, within_bounds
 from benchmarks.step_workloads import unshared, workload_rollouts
 from cp_engine.config import LossConfig, PackingConfig
+from cp_engine.flops import Work, training_flops
 from cp_engine.models.load import load_model, prepare_for_trees
 from cp_engine.models.shape import model_shape
 from cp_engine.rollouts import Rollout
@@ -40,35 +41,21 @@ def joined_rows(q, k, v, rows, scale):
 
 
 def test_flops_are_those_counted_by_hand():
-    shape = model_shape(load_model("tiny-qwen3", torch.float32).config, 4)
-    flops = Flops.of(load_model("tiny-qwen3", torch.float32), shape)
+    model = load_model("tiny-qwen3", torch.float32)
     # 4 layers: q and o 64 x 128, k and v 64 x 32, three MLP products of 64 x 128; head 64 x 512; 8 heads of 16.
     products = 4 * (2 * 64 * 128 + 2 * 64 * 32 + 3 * 64 * 128)
-    assert flops == Flops(2 * products, 6 * products, 4 * 4 * 8 * 16, 2 * 64 * 512, 6 * 64 * 512)
-    work = Work(tokens=5, pairs=13, predictors=2)
-    model = 5 * 6 * products + 13 * 3 * 2048 + 2 * 6 * 64 * 512
-    assert flops.model(work) == model
-    assert flops.hardware(work, recompute=False) == model + 13 * 1024 + 2 * 2 * 64 * 512
-    assert flops.hardware(work, recompute=True) == model + 13 * 3072 + 2 * 2 * 64 * 512 + 5 * 2 * products
-
-
-def test_flops_of_frozen_weights_adapters_and_recurrence():
-    pytest.importorskip("peft", reason="adapters need peft")
-    from cp_engine.config import LoraSection
-    from cp_engine.models.lora import add_lora
-
-    model = load_model("tiny-qwen3", torch.float32)
-    shape = model_shape(model.config, 4)
-    full = Flops.of(model, shape)
-    add_lora(model, LoraSection(r=2), 0)
-    flops = Flops.of(model, shape)
-    adapters = 4 * 2 * (2 * (64 + 128) + 2 * (64 + 32) + 3 * (64 + 128))
-    assert flops.token_forward == full.token_forward + 2 * adapters
-    assert flops.token == 2 * full.token_forward + 6 * adapters and flops.predictor == 2 * full.predictor_forward
-    hybrid = load_model("tiny-qwen3.5", torch.float32)
-    shape = model_shape(hybrid.config, 4)
-    products = sum(m.weight.numel() for m in hybrid.base_model.modules() if isinstance(m, torch.nn.Linear))
-    assert Flops.of(hybrid, shape).token == 6 * products + 18 * 3 * 8 * shape.gdn_head_dim**2
+    assert products == sum(m.weight.numel() for m in model.base_model.modules() if isinstance(m, torch.nn.Linear))
+    work, kind = Work(tokens=5, pairs=13, predictors=2), (model_shape(model.config, 4), 512)
+    for frozen, times in ((False, 6), (True, 4)):
+        needed = times * (5 * products + 2 * 64 * 512) + 3 * 13 * 4 * 4 * 8 * 16
+        assert training_flops(work, *kind, frozen) == needed
+        kept = hardware_flops(work, *kind, frozen, recompute=False)
+        assert kept == needed + 2 * 2 * 64 * 512 + 13 * 2 * 4 * 8 * 16
+        assert hardware_flops(work, *kind, frozen, recompute=True) == kept + 5 * 2 * products + 13 * 4 * 4 * 8 * 16
+    shape = model_shape(load_model("tiny-qwen3.5", torch.float32).config, 4)
+    one = Work(tokens=1, pairs=0, predictors=0)
+    again = hardware_flops(one, shape, 512, False, True) - hardware_flops(one, shape, 512, False, False)
+    assert 3 * again == training_flops(one, shape, 512)
 
 
 def test_work_counts_tokens_pairs_and_predictors_once():
@@ -80,8 +67,8 @@ def test_work_counts_tokens_pairs_and_predictors_once():
     ]
     kinds = PackingConfig(), LossConfig(name="grpo"), shape
     # Tokens 1 2 (3 4 | 5); 2 predicts 3 and 5, 3 predicts 4.
-    assert Work.of(rollouts, *kinds) == Work(tokens=5, pairs=1 + 2 + 3 + 4 + 3, predictors=2)
-    assert Work.of(unshared(rollouts), *kinds) == Work(tokens=7, pairs=10 + 6, predictors=3)
+    assert step_work(rollouts, *kinds) == Work(tokens=5, pairs=1 + 2 + 3 + 4 + 3, predictors=2)
+    assert step_work(unshared(rollouts), *kinds) == Work(tokens=7, pairs=10 + 6, predictors=3)
 
 
 def dense(q, k, v, lengths, scale):
