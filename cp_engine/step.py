@@ -191,13 +191,15 @@ def pack_loss(
         balance: the step's load-balancing loss of routers, which is added.
     """
     outputs = {} if balance is None else {"outputs": "edges and routers"}
+    # Before the model: copies to a device wait for what was started on it.
+    given = _given_values(device_pack, step, pack, dtype)
+    weight = _on(device_pack, step.weight[pack.rollouts], dtype)
     edge_logprob, edge_entropy, *router_logits = model(device_pack, temperature=loss.temperature, **outputs)
     # index_select, since its gradient adds an edge's occurrences in a fixed order on CPUs.
     log_prob = edge_logprob.index_select(0, device_pack.occurrence_edge)
     entropy = edge_entropy.index_select(0, device_pack.occurrence_edge)
-    occurrences = _occurrences(log_prob, entropy, device_pack, step, pack, dtype)
+    occurrences = Occurrences(log_prob=log_prob, entropy=entropy, **given)
     result = occurrence_loss(occurrences, loss, rollout_sum_over(device_pack.group))
-    weight = torch.as_tensor(step.weight[pack.rollouts], dtype=dtype, device=log_prob.device)
     weight = weight[device_pack.occurrence_rollout]
     total = (weight * result.loss).sum()
     terms = {name: (weight * term).sum() for name, term in result.terms.items()}
@@ -207,27 +209,24 @@ def pack_loss(
     return PackLoss(total, log_prob.detach(), entropy.detach(), result, terms)
 
 
-def _occurrences(
-    log_prob: torch.Tensor, entropy: torch.Tensor, device_pack: DevicePack, step: StepData, pack: Pack, dtype
-) -> Occurrences:
+def _given_values(device_pack: DevicePack, step: StepData, pack: Pack, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What `Occurrences` holds of the rollouts, on the pack's device."""
     index = step.occurrence_index(pack, device_pack.plan)
     # A pack has whole pairs; other losses get zeros.
     pair = np.zeros(len(pack.rollouts), np.int64)
     if not np.isnan(step.preference).any():
         pair = np.unique(step.flat.group[pack.rollouts], return_inverse=True)[1]
+    values = {
+        "advantage": step.advantage[index],
+        "old_logprob": step.old_logprob[index],
+        "ref_logprob": step.ref_logprob[index],
+        "sampler_logprob": step.sampler_logprob[index],
+        "trained": step.trained[pack.rollouts],
+        "preference": step.preference[pack.rollouts],
+    }
+    given = {name: _on(device_pack, value, dtype) for name, value in values.items()}
+    return given | {"rollout": device_pack.occurrence_rollout, "pair": _on(device_pack, pair, torch.int64)}
 
-    def on_device(values: np.ndarray, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=dtype, device=log_prob.device)
 
-    return Occurrences(
-        log_prob=log_prob,
-        entropy=entropy,
-        advantage=on_device(step.advantage[index]),
-        old_logprob=on_device(step.old_logprob[index]),
-        ref_logprob=on_device(step.ref_logprob[index]),
-        sampler_logprob=on_device(step.sampler_logprob[index]),
-        rollout=device_pack.occurrence_rollout,
-        trained=on_device(step.trained[pack.rollouts]),
-        preference=on_device(step.preference[pack.rollouts]),
-        pair=on_device(pair, torch.int64),
-    )
+def _on(device_pack: DevicePack, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=dtype, device=device_pack.occurrence_edge.device)

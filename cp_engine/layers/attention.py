@@ -241,6 +241,8 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx, dout):
         arguments = ctx.kernel_backward, ctx.saved_tensors, dout
         if isinstance(ctx.tables, GatherTables):
+            if not ctx.tables.moves.counts.any():  # nothing is added to the gradients of the one kernel call
+                arguments = partial(ctx.kernel_backward, accumulate=False), *arguments[1:]
             grads = gather_backward(*arguments, ctx.tables, ctx.transport)
         elif isinstance(ctx.tables, RingTables):
             grads = ring_backward(*arguments, ctx.tables, ctx.transport)

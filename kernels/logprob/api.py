@@ -79,15 +79,12 @@ def edge_logprobs(
         return logits_to_edges(head(selected), predictor, target, temperature)
 
     log_probs, entropies = [], []
-    for first in range(0, max(1, edges.predictors), rows):
-        last = min(first + rows, edges.predictors)
+    # Selected once and then split: each chunk's own selection would hand back a gradient of all n rows.
+    for index, selected in enumerate(hidden.index_select(0, edges.predictor_row).split(rows)):
+        first, last = index * rows, min((index + 1) * rows, edges.predictors)
         part = slice(int(edges.edge_start[first]), int(edges.edge_start[last]))
         log_prob, entropy = checkpoint(
-            chunk,
-            hidden[edges.predictor_row[first:last]],
-            edges.edge_predictor[part] - first,
-            edges.edge_target[part],
-            use_reentrant=False,
+            chunk, selected, edges.edge_predictor[part] - first, edges.edge_target[part], use_reentrant=False
         )
         log_probs.append(log_prob)
         entropies.append(entropy)

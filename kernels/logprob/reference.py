@@ -29,7 +29,9 @@ def logits_to_edges(
     Returns:
         log_prob [e] and entropy [e], both differentiable, in the accumulation dtype.
     """
-    z = logits.to(accumulation_dtype(logits.dtype)) / temperature
+    z = logits.to(accumulation_dtype(logits.dtype))
+    if temperature != 1.0:
+        z = z / temperature
     log_p = z.log_softmax(dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1)
     # Gathers by indexing: their backward sorts before it adds, so it is deterministic on a GPU too.
