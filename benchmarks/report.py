@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from benchmarks.game_report import GAME, game_rows
 from benchmarks.record import RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -20,6 +21,7 @@ CASE = (
     "bench",
     "workload",
     "model",
+    "seed",
     "method",
     "exchange",
     "layout",
@@ -352,6 +354,7 @@ SECTIONS = {
     "attention": Section("Attention", ATTENTION, attention),
     "step": Section("Training steps", STEP, steps),
     "step-layer": Section("One decoder layer", STEP_LAYER, step_layers),
+    "game": Section("Learning the coin game", GAME, lambda records: table(*game_rows(records))),
 }
 
 

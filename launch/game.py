@@ -13,7 +13,7 @@ and after ``opens`` turns the game is over. The reward is 0 without the coin, 1 
 evenly to 0.5 for one at the last turn. Everything follows from (level, seed) and the player's turns.
 
 Tokens: 0..255 are bytes, then BEGIN (a rollout's first token), MODEL (the player's turn begins), TOOL (an answer
-begins) and PAD (for batched generation; never in a rollout). A rollout reads
+begins) and PAD (which batched generation fills up with; no rollout needs it). A rollout reads
 
     BEGIN prompt MODEL turn [TOOL answer MODEL turn]...
 
@@ -94,7 +94,7 @@ class Game:
         """
         if self.done:
             raise ValueError("the game is over: start another Game")
-        written = _one_turn(turn)
+        written = one_turn(turn)
         if not written or min(written) < 0:
             raise ValueError(f"a turn is one or more token ids, got {list(turn)}")
         self.tokens += written
@@ -151,7 +151,7 @@ def scripted_turn(level: Level, history: Sequence[tuple[int | None, str]]) -> by
 
 def random_turn(rng: random.Random) -> list[int]:
     """A turn of uniformly random legal bytes."""
-    return _one_turn([ALPHABET[_below(rng, len(ALPHABET))] for _ in range(TURN_BYTES)])
+    return one_turn([ALPHABET[_below(rng, len(ALPHABET))] for _ in range(TURN_BYTES)])
 
 
 def noisy_turn(game: Game, rng: random.Random) -> tuple[list[int], list[float]]:
@@ -230,7 +230,7 @@ def sample_rollouts(groups: int, rollouts: int, seed: int) -> list[dict]:
     return sample
 
 
-def _one_turn(tokens: Sequence[int]) -> list[int]:
+def one_turn(tokens: Sequence[int]) -> list[int]:
     """The tokens up to the first newline, `TURN_BYTES` at most."""
     turn = list(tokens[:TURN_BYTES])
     return turn[: turn.index(NEWLINE) + 1] if NEWLINE in turn else turn

@@ -25,7 +25,8 @@ def relative(path: Path) -> str:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=relative)
 def test_every_shipped_config_loads(path):
-    assert read_config(path).data is not None
+    # The game makes its own rollouts.
+    assert (read_config(path).data is None) == (path.name == "game.yaml")
 
 
 def test_the_quick_starts_rollouts_fit_its_model():

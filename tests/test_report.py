@@ -93,3 +93,12 @@ def test_steps_have_a_table_of_one_gpu_one_of_several_and_one_of_layers():
         in text
     )
     assert "| toy | 50 | 9.5 | fa2 220, fa4 190 | fa2 30, fa4 29 | 4.4 | 3.8 | 4.2 | 4.28 | 0.55 | 0.004 |" in text
+
+
+def test_the_games_seeds_are_rows_of_their_own():
+    run = {"bench": "game", "workload": "level 1", "model": "tiny", "P": 1, "steps": 8, "start": 0.0, "end": 0.75}
+    run |= {"rewards": [0.1, 0.3, 0.5, 0.7, 0.8, 0.8, 0.8, 1.0], "flat_over_tree": 3.456, "sampler_gap": 2e-6}
+    run |= {"seconds": 200.4, "cpu_seconds": 60.2}
+    text = page([run | {"seed": seed} | STAMPED for seed in (0, 1)])
+    row = "| 8 | 0.000 | 0.750 | 0.750 | 0.20, 0.60, 0.80, 0.90 | 3.46 | 2.0e-06 | 200 | 60 |"
+    assert f"| 1 | tiny | 0 | 1 {row}" in text and f"| 1 | tiny | 1 | 1 {row}" in text

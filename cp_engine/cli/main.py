@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     command = importlib.import_module(f"cp_engine.cli.{args.command}")
     if args.command in _ALONE:
-        sys.exit(_guarded(command.run, args))
+        sys.exit(guarded(command.run, args))
     try:
         world = command.local_ranks(args)
     except ValueError as error:
@@ -50,11 +50,11 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(run_local_ranks(world, argv))
     from cp_engine.distributed.ranks import shutdown
 
-    shutdown(_guarded(command.run, args))
+    shutdown(guarded(command.run, args))
 
 
-def _guarded(run, args) -> int:
-    """The command's exit code; wrong input is one line on stderr, not a traceback."""
+def guarded(run, args) -> int:
+    """The exit code of ``run(args)``; wrong input is one line on stderr, not a traceback."""
     try:
         return run(args)
     except ValueError as error:

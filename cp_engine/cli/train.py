@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cp_engine.config import Config, read_config
+from cp_engine.cli.ranks import read_config_for_ranks
+from cp_engine.config import Config
 from cp_engine.rollouts import Rollout, read_rollouts
 
 if TYPE_CHECKING:
@@ -29,13 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _config(args: argparse.Namespace) -> Config:
     given = [f"parallel.{name}={getattr(args, name)}" for name in ("dp", "cp") if getattr(args, name) is not None]
     overrides = [*args.overrides, *given]
-    config = read_config(args.config, overrides)
-    if "WORLD_SIZE" in os.environ and not any(o.startswith("parallel.cp=") for o in overrides):
-        # torchrun decides how many ranks there are.
-        world, dp = int(os.environ["WORLD_SIZE"]), config.parallel.dp
-        if world % dp:
-            raise ValueError(f"parallel.dp is {dp}, but {world} rank processes run, which is no multiple of it")
-        config = read_config(args.config, [*overrides, f"parallel.cp={world // dp}"])
+    config = read_config_for_ranks(args.config, overrides)
     if config.data is None or config.output_dir is None:
         raise ValueError(f"{args.config}: train needs data.rollouts and output_dir")
     return config
