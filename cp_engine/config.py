@@ -127,6 +127,23 @@ class EngineConfig(_Section):
         return self
 
 
+class MemoryConfig(_Section):
+    recompute: Literal["none", "layers", "layers_keep_mixers"] = "none"
+    """What decoder layers compute again in backward instead of keeping it (docs/memory.md): nothing; all but what
+    exchanges brought from other ranks; or all but that and the outputs of attention and Gated DeltaNet kernels."""
+    offload_activations: bool = False
+    """Keep what recomputed layers keep in host memory; for GPUs."""
+
+    @model_validator(mode="after")
+    def _layers_are_recomputed(self) -> MemoryConfig:
+        if self.offload_activations and self.recompute == "none":
+            raise ValueError(
+                "offload_activations moves what recomputed layers keep, and recompute is none; set recompute: layers "
+                "or layers_keep_mixers"
+            )
+        return self
+
+
 class LoraSection(_Section):
     r: int = Field(16, ge=1)
     """Rank of the adapters."""
@@ -189,6 +206,7 @@ class Config(_Section):
     parallel: ParallelConfig = ParallelConfig()
     packing: PackingConfig = PackingConfig()
     engine: EngineConfig = EngineConfig()
+    memory: MemoryConfig = MemoryConfig()
     lora: LoraSection | None = None
     """Train low-rank adapters and freeze the model; null trains all weights."""
     loss: LossConfig = LossConfig()

@@ -27,6 +27,7 @@ from cp_engine.losses.router_balance import RouterBalance
 from cp_engine.metrics import StepMeter, metered
 from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees, save_adapter, save_model
 from cp_engine.models.lora import add_lora
+from cp_engine.models.recompute import recompute_layers
 from cp_engine.models.routers import router_shape
 from cp_engine.models.shape import conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
@@ -62,6 +63,11 @@ class Engine:
         settings = config.model_dump_json(exclude={"data", "metrics", "output_dir"}).encode()
         require_equal_digests(hashlib.blake2b(settings, digest_size=16).hexdigest(), "configuration", self.ranks)
         self.mesh = make_mesh(self.ranks, config.parallel.dp, config.parallel.cp, config.parallel.timeout_s)
+        if config.memory.offload_activations and self.ranks.device.type != "cuda":
+            raise ValueError(
+                "memory.offload_activations moves activations from GPUs to host memory, and these ranks run on CPUs: "
+                "leave it out"
+            )
         self.dtype = getattr(torch, config.dtype)
         hf_model = causal_lm or load_model(
             config.model.path,
@@ -82,6 +88,7 @@ class Engine:
         prepare_for_trees(hf_model)
         if config.lora is not None:
             add_lora(hf_model, config.lora, config.seed)
+        recompute_layers(hf_model, config.memory)
         whole = float32_parameters(hf_model, self.dtype)
         self.model = TreeCausalLM(hf_model).train()
         self.distributed = distribute(self.model, whole, config, self.ranks)

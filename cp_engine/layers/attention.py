@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cp_engine.kernels.attention import Intervals, attention, attention_backward, prepare
 from cp_engine.sharding.attention_plan import AttentionPlan, GatherPlan
 from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, gather_forward
+from cp_engine.sharding.exchange.kept import kept
 from cp_engine.sharding.exchange.ring import RingTables, ring_backward, ring_forward
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.exchange.transport import transport_for
@@ -220,22 +221,40 @@ def tree_attention(
     return _TreeAttention.apply(q, k, v, tables.exchange, transport, scale, backend)
 
 
+def _crosses_ranks(exchange) -> bool:
+    """Whether a call moves anything between ranks; the same on all of them."""
+    if isinstance(exchange, GatherTables):
+        return bool(exchange.moves.counts.any())
+    if isinstance(exchange, RingTables):
+        return bool(exchange.rounds)
+    return len(exchange.shards.moves.counts) > 1
+
+
 class _TreeAttention(torch.autograd.Function):
+    """Exchange and kernel as one operator that activation recompute takes from the forward pass: see `kept`."""
+
     @staticmethod
     def forward(ctx, q, k, v, tables, transport, scale, backend):
         kernel = partial(attention, scale=scale, backend=backend)
-        if isinstance(tables, GatherTables):
-            out, saved = gather_forward(kernel, q, k, v, tables, transport)
-        elif isinstance(tables, RingTables):
-            out, saved = ring_forward(kernel, q, k, v, tables, transport)
-        elif isinstance(tables, UlyssesTables):
-            out, saved = ulysses_forward(kernel, q, k, v, tables, transport)
-        else:
-            out, saved = ulysses_gather_forward(kernel, q, k, v, tables, transport)
-        ctx.save_for_backward(*saved)
+        kind = "exchange" if _crosses_ranks(tables) else "mixer"
+
+        def run() -> tuple[torch.Tensor, ...]:
+            if isinstance(tables, GatherTables):
+                out, saved = gather_forward(kernel, q, k, v, tables, transport)
+                return saved[3:]
+            if isinstance(tables, RingTables):
+                out, saved = ring_forward(kernel, q, k, v, tables, transport)
+                return saved[3:]
+            ulysses = ulysses_forward if isinstance(tables, UlyssesTables) else ulysses_gather_forward
+            out, saved = ulysses(kernel, q, k, v, tables, transport)
+            return out, *saved
+
+        results = kept(kind, run, q)
+        in_tokens = isinstance(tables, (GatherTables, RingTables))
+        ctx.save_for_backward(*((q, k, v, *results) if in_tokens else results[1:]))
         ctx.tables, ctx.transport, ctx.kv_heads = tables, transport, k.shape[1]
         ctx.kernel_backward = partial(attention_backward, scale=scale, backend=backend, accumulate=True)
-        return out
+        return results[0]
 
     @staticmethod
     def backward(ctx, dout):

@@ -15,6 +15,7 @@ from cp_engine.kernels import conv
 from cp_engine.kernels.gdn import api as gdn
 from cp_engine.sharding.exchange.heads import HeadTables, head_tables, heads_to_rows, rows_to_heads
 from cp_engine.sharding.exchange.in_flight import InFlight
+from cp_engine.sharding.exchange.kept import is_taken, kept
 from cp_engine.sharding.exchange.rows import (
     RowTables,
     accumulation_dtype,
@@ -187,30 +188,23 @@ def _check_shapes(mixed_qkv, conv_weight, g, beta, tables: GdnTables, heads: Gdn
 
 class _TreeMixer(torch.autograd.Function):
     """Convolution and recurrence with their exchanges. Saves inputs, fetched history rows, entry states and A, and of
-    the chunks what the backend keeps: backward computes the rest again and exchanges gradients only."""
+    the chunks what the backend keeps: backward computes the rest again and exchanges gradients only. Activation
+    recompute keeps what came from other ranks, or all results, so it exchanges nothing."""
 
     @staticmethod
     def forward(ctx, x, weight, g, beta, tables: GdnTables, group, heads: GdnHeads, backend: str) -> torch.Tensor:
-        history = InFlight(lambda: fetch_rows_raw(x, tables.history, group), x)
-        inputs = _inputs(x, history.wait, weight, g, beta, tables, heads, backend)
-        local = tables.of_backend(backend)
-        stages = gdn.chunk_stages(inputs, local)
-        summary = gdn.exit_summary(inputs, stages, local)
-        states = InFlight(lambda: fold_entry_states(*summary, tables.fold, group), *summary)
-        o = gdn.outputs(inputs, stages, lambda: states.wait()[0], local).to(x.dtype)
-        entry_states, transition = states.wait()
-        kept = gdn.kept_tensors(stages)
-        ctx.save_for_backward(x, weight, g, beta, history.wait(), entry_states, transition, *kept)
+        o, *saved = kept("mixer", lambda: _mix(x, weight, g, beta, tables, group, heads, backend), x)
+        ctx.save_for_backward(x, weight, g, beta, *saved)
         ctx.tables, ctx.group, ctx.heads, ctx.backend = tables, group, heads, backend
         return o
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor):
-        x, weight, g, beta, fetched, entry_states, transition, *kept = ctx.saved_tensors
+        x, weight, g, beta, fetched, entry_states, transition, *of_chunks = ctx.saved_tensors
         tables, group, backend = ctx.tables, ctx.group, ctx.backend
         channels, local = ctx.heads.of_channels, tables.of_backend(backend)
         inputs = _inputs(x, lambda: fetched, weight, g, beta, tables, ctx.heads, backend)
-        stages = gdn.chunk_stages(inputs, local, tuple(kept))
+        stages = gdn.chunk_stages(inputs, local, tuple(of_chunks))
         back = gdn.backward_stages(inputs, stages, dout.to(inputs.v.dtype), local)
         dentry = gdn.entry_cotangents(inputs, stages, back, local)
         dexit = InFlight(lambda: fold_exit_cotangents(dentry, transition, tables.fold, group), dentry, transition)
@@ -220,6 +214,30 @@ class _TreeMixer(torch.autograd.Function):
         home = InFlight(lambda: send_rows_home(part.fetched, tables.history, group), part.fetched)
         dx = conv.rows_backward(part, home.wait, x, weight, tables.conv, backend)
         return dx, part.weight, dg.to(g.dtype), dbeta.to(beta.dtype), None, None, None, None
+
+
+def _mix(x, weight, g, beta, tables: GdnTables, group, heads: GdnHeads, backend: str) -> tuple[torch.Tensor, ...]:
+    """o, fetched history rows, entry states, A, and what the backend keeps of its chunks."""
+
+    def fetch() -> torch.Tensor:
+        (rows,) = kept("exchange", lambda: (fetch_rows_raw(x, tables.history, group),), x)
+        return rows
+
+    def fold() -> tuple[torch.Tensor, ...]:
+        if tables.fold.empty:
+            return fold_entry_states(*summary, tables.fold, group)
+        return kept("exchange", lambda: fold_entry_states(*summary, tables.fold, group), x)
+
+    history = InFlight(fetch, x)
+    inputs = _inputs(x, history.wait, weight, g, beta, tables, heads, backend)
+    local = tables.of_backend(backend)
+    stages = gdn.chunk_stages(inputs, local)
+    # Only the fold reads the summary, and a recomputation has the fold's result.
+    summary = () if is_taken("exchange") and not tables.fold.empty else gdn.exit_summary(inputs, stages, local)
+    states = InFlight(fold, x, *summary)
+    o = gdn.outputs(inputs, stages, lambda: states.wait()[0], local).to(x.dtype)
+    entry_states, transition = states.wait()
+    return o, history.wait(), entry_states, transition, *gdn.kept_tensors(stages)
 
 
 def _inputs(x, fetched, weight, g, beta, tables: GdnTables, heads: GdnHeads, backend: str) -> gdn.Inputs:

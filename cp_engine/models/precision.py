@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def keep_float64():
     The context belongs to the thread that enters it, and holds in ``backward`` called inside it: recomputed
     activations and custom backward functions see it. That needs care, because such a mode is off while it handles a
     call, and ``backward`` is a call that it handles. On CUDA backward runs in threads of the autograd engine: enter the
-    context inside a checkpointed function as well.
+    context inside a checkpointed function as well, as `same_precision` does for recomputed layers.
     """
     mode = _KeepFloat64()
     run_backward = torch.autograd._engine_run_backward
@@ -36,6 +36,12 @@ def keep_float64():
             yield
     finally:
         torch.autograd._engine_run_backward = run_backward
+
+
+def same_precision() -> AbstractContextManager:
+    """A context for work that another thread does later: `keep_float64` if it holds here, else nothing."""
+    held = any(isinstance(mode, _KeepFloat64) for mode in _get_current_function_mode_stack())
+    return _KeepFloat64() if held else nullcontext()
 
 
 class _KeepFloat64(TorchFunctionMode):

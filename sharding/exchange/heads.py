@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cp_engine.sharding.exchange.kept import kept
 from cp_engine.sharding.exchange.rows import accumulation_dtype, all_to_all_rows
 from cp_engine.sharding.row_exchange import TokenOrder
 
@@ -53,7 +54,8 @@ class _RowsToHeads(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, columns: torch.Tensor, tables: HeadTables, group) -> torch.Tensor:
         ctx.save_for_backward(columns)
         ctx.tables, ctx.group, ctx.channels = tables, group, x.shape[1]
-        return _collect(x[:, columns], tables, group)
+        (share,) = kept("exchange", lambda: (_collect(x[:, columns], tables, group),), x)
+        return share
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
@@ -70,7 +72,8 @@ class _HeadsToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: torch.Tensor, tables: HeadTables, group) -> torch.Tensor:
         ctx.tables, ctx.group = tables, group
-        return _spread(y, tables, group)
+        (rows,) = kept("exchange", lambda: (_spread(y, tables, group),), y)
+        return rows
 
     @staticmethod
     def backward(ctx, dx: torch.Tensor):

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from cp_engine.sharding.exchange.kept import kept
 from cp_engine.sharding.exchange.rows import all_to_all_rows
 from cp_engine.sharding.relayout import Relayout
 
@@ -77,7 +78,8 @@ class _Relay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, tables: RelayTables, group) -> torch.Tensor:
         ctx.tables, ctx.group = tables, group
-        return _move(x, tables, group)
+        (moved,) = kept("exchange", lambda: (_move(x, tables, group),), x)
+        return moved
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
