@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cp_engine.sharding.intervals import RowIntervals
 from cp_engine.sharding.layout import Layout
 from cp_engine.sharding.row_exchange import RowExchange
 from tests.forests import Rows, random_layout, random_variety
@@ -34,3 +35,11 @@ def check_exchange(layout: Layout, exchanges: list[RowExchange], needed: list[se
         for q, theirs in enumerate(exchanges):
             asked = [] if p == q else sorted(t for t in needed[q] if layout.owner[t] == p)
             assert sent[q].tolist() == received(theirs)[p] == asked
+
+
+def keys_of_row(intervals: RowIntervals, row: int) -> list[int]:
+    found = intervals.of_row(row)
+    for (_, before), (after, _) in zip(found, found[1:], strict=False):
+        assert before < after, "intervals touch or overlap"
+    assert all(lo < hi for lo, hi in found)
+    return [key for lo, hi in found for key in range(lo, hi)]

@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 
 from cp_engine.sharding.attention_plan import attention_plan
-from cp_engine.sharding.intervals import RowIntervals, visible_intervals, visible_tokens
+from cp_engine.sharding.intervals import visible_intervals, visible_tokens
 from tests.forests import Rows, random_layout
-from tests.sharding.plan_cases import SEEDS, case, check_exchange, rank_rows, received
-
-
-def keys_of_row(intervals: RowIntervals, row: int) -> list[int]:
-    found = intervals.of_row(row)
-    for (_, before), (after, _) in zip(found, found[1:], strict=False):
-        assert before < after, "intervals touch or overlap"
-    assert all(lo < hi for lo, hi in found)
-    return [key for lo, hi in found for key in range(lo, hi)]
+from tests.sharding.plan_cases import SEEDS, case, check_exchange, keys_of_row, rank_rows, received
 
 
 def expected_keys(rows: Rows, token: int) -> list[int]:

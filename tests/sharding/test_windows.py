@@ -10,7 +10,7 @@ from cp_engine.sharding.intervals import visible_intervals, visible_tokens
 from cp_engine.sharding.layout import contiguous_layout
 from cp_engine.sharding.plan import shard_plan
 from tests.forests import chain_forest, closed_form_rows
-from tests.sharding.test_plans import case, check_exchange, keys_of_row, rank_rows, received
+from tests.sharding.plan_cases import case, check_exchange, keys_of_row, rank_rows, received
 
 SEEDS = range(40)
 
