@@ -1,6 +1,6 @@
 """Bytes that a rank sends to others in one pack's forward and backward, from its plan alone.
 
-What activation recompute sends again is not counted. e is an element's size, a that of the accumulation dtype.
+Activation recompute sends nothing again. e is an element's size, a that of the accumulation dtype.
 """
 
 from __future__ import annotations

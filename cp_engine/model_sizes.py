@@ -13,13 +13,6 @@ from pathlib import Path
 
 from cp_engine.sharding.cost import PRESETS, ModelShape
 
-_PARAMETERS = {
-    "qwen3-8b": 8_190_000_000,
-    "llama-3.1-8b": 8_030_000_000,
-    "qwen3-30b-a3b": 30_530_000_000,
-    "qwen3.5-35b-a3b": 34_660_000_000,  # the text part
-    "qwen3-next-80b-a3b": 80_000_000_000,
-}
 _KINDS = ("full_attention", "linear_attention")
 
 
@@ -30,6 +23,58 @@ class ModelSizes:
     name: str
     shape: ModelShape
     parameters: int  # all of them, experts that are not active included
+    vocab: int
+    tied: bool = False  # embedding and head share their weight
+    gdn_key_dim: int = 128
+    gdn_value_dim: int = 128
+    head_norms: bool = False  # norms of queries and keys by head
+    wide_norms: bool = False  # norms multiply by their weight in float32
+    gated_attention: bool = False  # a gate of the size of the queries on the output
+    expert_layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_expert: bool = False
+
+    @property
+    def layers(self) -> int:
+        return self.shape.attention_layers + self.shape.gdn_layers
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding and the head."""
+        return self.vocab * self.shape.hidden * (1 if self.tied else 2)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of a decoder layer, in the mean."""
+        return (self.parameters - self.embedding_parameters) // self.layers
+
+
+_QWEN3 = {"head_norms": True}
+_QWEN3_5 = {"head_norms": True, "wide_norms": True, "gated_attention": True}
+_TRAITS = {
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "qwen3_next": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
+}
+# Parameters, vocabulary, and what a configuration file would say, of released models; of Qwen3.5 the text part.
+_RELEASED = {
+    "qwen3-8b": (8_190_000_000, 151_936, _QWEN3),
+    "llama-3.1-8b": (8_030_000_000, 128_256, {}),
+    "qwen3-30b-a3b": (30_530_000_000, 151_936, {**_QWEN3, "expert_layers": 48, "experts": 128, "experts_per_token": 8}),
+    "qwen3.5-35b-a3b": (
+        34_660_000_000,
+        248_320,
+        {**_QWEN3_5, "expert_layers": 40, "experts": 256, "experts_per_token": 8, "shared_expert": True},
+    ),
+    "qwen3-next-80b-a3b": (
+        80_000_000_000,
+        151_936,
+        {**_QWEN3_5, "expert_layers": 48, "experts": 512, "experts_per_token": 10, "shared_expert": True},
+    ),
+}
 
 
 def model_sizes(name: str) -> ModelSizes:
@@ -39,7 +84,8 @@ def model_sizes(name: str) -> ModelSizes:
         ValueError: for an unknown name, or a configuration that cannot be predicted.
     """
     if name in PRESETS:
-        return ModelSizes(name, PRESETS[name], _PARAMETERS[name])
+        parameters, vocab, traits = _RELEASED[name]
+        return ModelSizes(name, PRESETS[name], parameters, vocab, **traits)
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -117,8 +163,19 @@ def sizes_of_config(config: dict, where: str) -> ModelSizes:
     # Products of one token are weights, those of the MLPs aside, whose stored width may exceed the active one.
     weights = shape.attention_products * shape.attention_layers + shape.gdn_products * shape.gdn_layers
     weights += 3 * hidden * (stored - shape.mlp_width * layers)
-    embeddings = field("vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return ModelSizes(where, shape, weights + embeddings)
+    traits = dict(_TRAITS.get(config.get("model_type"), {}))
+    if traits.get("gated_attention"):
+        weights += hidden * shape.query_heads * shape.head_dim * shape.attention_layers
+    if recurrent:
+        traits |= {"gdn_key_dim": field("linear_key_head_dim"), "gdn_value_dim": field("linear_value_head_dim")}
+    experts = field("num_experts", field("num_local_experts", 0))
+    if experts:
+        shared = field("shared_expert_intermediate_size", 0) > 0
+        traits |= {"expert_layers": _expert_layers(config, field, layers), "experts": experts}
+        traits |= {"experts_per_token": field("num_experts_per_tok"), "shared_expert": shared}
+    vocab, tied = field("vocab_size"), bool(config.get("tie_word_embeddings"))
+    embeddings = vocab * hidden * (1 if tied else 2)
+    return ModelSizes(where, shape, weights + embeddings, vocab, tied, **traits)
 
 
 def _layer_kinds(config: dict, field: _Fields, layers: int) -> list[str]:
@@ -142,9 +199,13 @@ def _mlp_widths(config: dict, field: _Fields, layers: int) -> tuple[int, int]:
     if not experts:
         width = field("intermediate_size")
         return width * layers, width * layers
-    step, dense = max(1, field("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
-    sparse = sum((i + 1) % step == 0 and i not in dense for i in range(layers))
+    sparse = _expert_layers(config, field, layers)
     width, shared = field("moe_intermediate_size"), field("shared_expert_intermediate_size", 0)
     plain = field("intermediate_size") * (layers - sparse) if sparse < layers else 0
     active = plain + sparse * (field("num_experts_per_tok") * width + shared)
     return active, plain + sparse * (experts * width + shared)
+
+
+def _expert_layers(config: dict, field: _Fields, layers: int) -> int:
+    step, dense = max(1, field("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
+    return sum((i + 1) % step == 0 and i not in dense for i in range(layers))

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_engine.machines import Machine
+from cp_engine.memory import MemorySetup
 from cp_engine.model_sizes import ModelSizes
-from cp_engine.prediction import ExchangeTime, Placement, Predictor, flat_time, memory_bytes, one_gpu_time, place
+from cp_engine.plan_memory import fullest_rank, memory_setup, rank_memory
+from cp_engine.prediction import ExchangeTime, Placement, Predictor, flat_time, one_gpu_time, place
 from cp_engine.rollouts import FlatRollouts
 from cp_engine.sharding.layout import imbalance
 from cp_engine.sharding.packing import Pack, pack_rollouts
@@ -30,6 +32,13 @@ class PlanSettings:
     layout: str = "balanced"
     gdn_layout: str = "auto"
     exchange: str = "auto"
+    dp: int = 1
+    engine: str = "fsdp2"
+    recompute: str = "layers"
+
+    def memory(self, cp: int) -> MemorySetup:
+        """What memory depends on with so many context-parallel ranks; the engine shards over these times dp."""
+        return memory_setup(self.engine, self.recompute, cp * self.dp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +98,7 @@ def _planned(pack: Pack, settings: PlanSettings) -> PlannedPack:
 
 def _short_of_memory(placement: Placement, times: dict[str, ExchangeTime], settings: PlanSettings) -> dict[str, str]:
     """Why the buffers of an exchange do not fit on the fullest GPU, beside everything else."""
-    others = sum(memory_bytes(placement.most_tokens, 0, settings.model, settings.cp).values())
+    others = fullest_rank(placement, None, settings.model, settings.memory(settings.cp)).peak
     free = settings.machine.memory_bytes - others
     return {
         name: f"its buffers of {_gib(each.buffer_bytes):.1f} GiB do not fit beside {_gib(others):.1f} GiB of the rest"
@@ -141,7 +150,7 @@ def plan_report(flat: FlatRollouts, settings: PlanSettings) -> tuple[dict, list[
         "replayed_tokens": sum(each.pack.replayed_tokens for each in planned),
         "plan_ms": round(plan_ms, 3),
         "predicted": _predicted(flat, planned, settings),
-        "packs": [_pack_report(each) for each in planned],
+        "packs": [_pack_report(each, settings) for each in planned],
     }
     return report, planned
 
@@ -153,8 +162,8 @@ def _predicted(flat: FlatRollouts, planned: list[PlannedPack], settings: PlanSet
     exposed = sum(each.time.exposed for each in planned)
     alone = sum(one_gpu_time(each.pack.forest, model.shape, machine) for each in planned)
     flat_alone = flat_time(np.diff(flat.row_start), model.shape, machine)
-    held = [memory_bytes(each.placement.most_tokens, each.time.buffer_bytes, model, cp) for each in planned]
-    fullest = max(held, key=lambda parts: sum(parts.values()))
+    held = [fullest_rank(each.placement, each.time, model, settings.memory(cp)) for each in planned]
+    fullest = max(held, key=lambda memory: memory.peak)
     return {
         "model": model.name,
         "device": machine.name,
@@ -170,15 +179,17 @@ def _predicted(flat: FlatRollouts, planned: list[PlannedPack], settings: PlanSet
         "efficiency": alone / (step * cp),
         "flat_ms": _ms(flat_alone / cp),
         "speedup_over_flat": flat_alone / (step * cp),
-        "memory_gib": {
-            **{name: part / 2**30 for name, part in fullest.items()},
-            "total": sum(fullest.values()) / 2**30,
-        },
+        "engine": settings.engine,
+        "recompute": settings.recompute,
+        "memory_gib": {**{name: _gib(part) for name, part in fullest.parts().items()}, "total": _gib(fullest.peak)},
+        "forward_peak_gib": _gib(fullest.forward_peak),
+        "backward_peak_gib": _gib(fullest.backward_peak),
         "device_memory_gib": _gib(machine.memory_bytes),
     }
 
 
-def _pack_report(planned: PlannedPack) -> dict:
+def _pack_report(planned: PlannedPack, settings: PlanSettings) -> dict:
+    memory = rank_memory(planned.placement, planned.time, settings.model, settings.memory(settings.cp))
     pack, figures = planned.pack, planned.placement.figures
     columns = {
         "tokens": figures.tokens,
@@ -203,6 +214,7 @@ def _pack_report(planned: PlannedPack) -> dict:
             "layers": _layers(planned.time),
             "by_exchange": {name: _ms(each.step) for name, each in planned.times.items()},
             "refused": planned.refused,
+            "rank_peak_gib": [_gib(each.peak) for each in memory],
         },
         "ranks": [
             dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)

@@ -95,8 +95,9 @@ def _prediction_table(predicted: dict, packs: list[dict]) -> Table:
     parts = ", ".join(f"{name} {value:.1f}" for name, value in memory.items() if name != "total")
     fits = "" if memory["total"] <= predicted["device_memory_gib"] else ": does NOT fit"
     table.add_row(
-        "memory of the fullest GPU",
-        f"{memory['total']:.1f} of {predicted['device_memory_gib']:.0f} GiB{fits} ({parts})",
+        f"memory of the fullest GPU, {predicted['engine']}, recompute {predicted['recompute']}",
+        f"{memory['total']:.1f} of {predicted['device_memory_gib']:.0f} GiB{fits} ({parts}); forward peak "
+        f"{predicted['forward_peak_gib']:.1f}, backward {predicted['backward_peak_gib']:.1f}",
     )
     return table
 

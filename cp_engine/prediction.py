@@ -1,4 +1,4 @@
-"""Predicted time and memory of a placed forest under each exchange, on hosts with links inside and between them.
+"""Predicted time of a placed forest under each exchange, on hosts with links inside and between them.
 
 On one host the numbers are those by which `sharding/exchange_choice.py` chooses. Between hosts a row costs more: it is
 counted as that many more rows of the link inside a host.
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_engine.machines import Machine
-from cp_engine.model_sizes import ModelSizes
 from cp_engine.sharding.attention_plan import EXCHANGES
 from cp_engine.sharding.cost import (
     ACCUMULATION_BYTES,
@@ -37,8 +36,6 @@ from cp_engine.sharding.measure import CHUNK, TILE, Figures, RecurrentFigures, S
 
 EXCHANGE_CHOICES = ("auto", *EXCHANGES)
 LAYOUT_CHOICES = ("balanced", "contiguous")
-# AdamW in mixed precision: weights and gradients in bf16, master weights and two moments in float32.
-PARAMETER_BYTES = 2 + 2 + 4 + 4 + 4
 
 Directions = tuple[LayerTime, LayerTime]  # forward, backward
 
@@ -266,21 +263,3 @@ def flat_time(length: np.ndarray, model: ModelShape, machine: Machine) -> int:
 def _step_alone(figures: Figures, model: ModelShape, machine: Machine) -> int:
     gdn = affine_time(figures, model, machine.costs) if model.gdn_layers else None
     return ExchangeTime("gather", model, gather_time(figures, model, machine.costs), gdn, None, 0).step
-
-
-def memory_bytes(tokens: int, buffers: int, model: ModelSizes, world: int) -> dict[str, int]:
-    """Predicted bytes on one GPU, by what holds them.
-
-    Parameters, gradients and AdamW's state are sharded over all ranks. Every layer is recomputed in backward, so its
-    input is kept, and the values and gradients inside one layer at a time.
-    """
-    shape = model.shape
-    attention = (2 * shape.query_heads + 2 * shape.kv_heads) * shape.head_dim
-    gdn = (2 * shape.gdn_key_heads + 4 * shape.gdn_value_heads) * shape.gdn_head_dim if shape.gdn_layers else 0
-    inside = 4 * shape.hidden + max(attention, gdn) + 3 * shape.mlp_width
-    layers = shape.attention_layers + shape.gdn_layers
-    return {
-        "parameters": -(-model.parameters * PARAMETER_BYTES // world),
-        "activations": tokens * shape.element_bytes * (shape.hidden * layers + 2 * inside),
-        "exchange": buffers,
-    }

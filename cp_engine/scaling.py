@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cp_engine.plan_memory import fullest_rank
 from cp_engine.plan_report import PlanSettings
-from cp_engine.prediction import Predictor, memory_bytes, one_gpu_time, place
+from cp_engine.prediction import Predictor, one_gpu_time, place
 from cp_engine.rollouts import FlatRollouts
 from cp_engine.sharding.attention_plan import EXCHANGES
 from cp_engine.sharding.forest import Forest, build_forest
@@ -127,7 +128,7 @@ def _rows(scaling: str, forest: Forest, cp: int, settings: PlanSettings) -> Iter
             efficiency=efficiency,
             lost={kind: value / step for kind, value in lost.items()},
             limit="none" if efficiency >= WELL else worst,
-            memory_gib=sum(memory_bytes(placement.most_tokens, full.buffer_bytes, settings.model, cp).values()) / 2**30,
+            memory_gib=fullest_rank(placement, full, settings.model, settings.memory(cp)).peak / 2**30,
             pair_imbalance=imbalance(placement.figures.pairs),
             busiest_rows=placement.figures.busiest_rows,
         )

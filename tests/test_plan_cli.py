@@ -15,8 +15,8 @@ import pytest
 from cp_engine.cli.plan import add_arguments, run
 from cp_engine.machines import MACHINES
 from cp_engine.model_sizes import model_sizes
+from cp_engine.plan_memory import fullest_rank
 from cp_engine.plan_report import PlanSettings, plan_packs, plan_report
-from cp_engine.prediction import memory_bytes
 from cp_engine.rollouts import flatten_rollouts
 from cp_engine.scaling import synthetic_rollouts
 from cp_engine.sharding.layout import contiguous_layout
@@ -202,8 +202,7 @@ def test_auto_takes_no_exchange_that_does_not_fit():
     asked = settings(4)
     (free,) = plan_packs(flat, asked)
     held = {name: each.buffer_bytes for name, each in free.times.items()}
-    tokens = int(free.placement.figures.tokens.max())
-    rest = sum(memory_bytes(tokens, 0, asked.model, 4).values())
+    rest = fullest_rank(free.placement, None, asked.model, asked.memory(4)).peak
     assert held[free.chosen] > min(held.values())
     machine = replace(asked.machine, memory_bytes=rest + held[free.chosen] - 1)
     (tight,) = plan_packs(flat, replace(asked, machine=machine))

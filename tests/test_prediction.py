@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from cp_engine.machines import MACHINES, machine
-from cp_engine.model_sizes import model_sizes
 from cp_engine.prediction import (
     LAYOUT_CHOICES,
-    PARAMETER_BYTES,
     Predictor,
     flat_time,
-    memory_bytes,
     one_gpu_time,
     place,
 )
@@ -93,14 +90,6 @@ def test_flat_time_is_that_of_a_forest_that_shares_nothing():
     forest = build_forest(np.zeros(length.sum()), np.append(0, np.cumsum(length)), np.arange(4))
     for model in PRESETS.values():
         assert flat_time(length, model, H200) == one_gpu_time(forest, model, H200)
-
-
-def test_memory_by_hand():
-    model = model_sizes("qwen3-8b")
-    held = memory_bytes(1000, 77, model, 4)
-    assert held["parameters"] == model.parameters * PARAMETER_BYTES // 4 and held["exchange"] == 77
-    inside = 4 * 4096 + (2 * 32 + 2 * 8) * 128 + 3 * 12288
-    assert held["activations"] == 1000 * 2 * (4096 * 36 + 2 * inside)
 
 
 def test_buffers_are_those_of_the_planner():

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cp_engine.machines import MACHINES, machine
+from cp_engine.memory import RECOMPUTE
 from cp_engine.model_sizes import model_sizes
+from cp_engine.plan_memory import ENGINES
 from cp_engine.plan_picture import check_picture, write_picture
 from cp_engine.plan_report import PlanSettings, plan_report
 from cp_engine.plan_tables import print_plan, print_sweep
@@ -54,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"predict for {', '.join(PRESETS)}, or a Hugging Face config.json (default: %(default)s)",
     )
     parser.add_argument("--device", choices=MACHINES, default="h200", help="predict for this GPU")
+    parser.add_argument("--dp", type=_positive, default=1, metavar="N", help="data-parallel groups of the --cp ranks")
+    parser.add_argument("--engine", choices=ENGINES, default="fsdp2", help="predict memory with this engine")
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTE, default="layers", help="what layers compute again in backward"
+    )
     parser.add_argument("--nodes", type=_positive, metavar="K", help="hosts (default: as many as the ranks need)")
     parser.add_argument("--gpus-per-node", type=_positive, metavar="G", help="GPUs of a host (default: 8)")
     parser.add_argument("--picture", metavar="OUT", help="draw who owns what and what moves: .svg, .html or .png")
@@ -82,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
         layout=args.layout,
         gdn_layout=args.gdn_layout,
         exchange=args.exchange,
+        dp=args.dp,
+        engine=args.engine,
+        recompute=args.recompute,
     )
     if args.sweep is not None:
         return _run_sweep(args, counts, settings)
