@@ -1,8 +1,9 @@
 """One whole training step (forward, backward, optimizer): packed prefix trees against flat rows, same weights.
 
-    python -m benchmarks.step --model qwen3-8b --layers 12 --workloads p8k_r2k_n32 --flat-tokens 81920 --record
-    python -m benchmarks.step --model qwen3-8b-layer --workloads dualkv_8k_mb16 --record
-    torchrun --nproc-per-node 2 -m benchmarks.step --model qwen3-8b --workloads p8k_r2k_n16 --record
+    python -m benchmarks.step --model qwen3-8b-layer --workloads dualkv_8k_mb16 dualkv_16k_mb8 dualkv_32k_mb4 --record
+    python -m benchmarks.step --model qwen3-8b --layers 9 --workloads p8k_r2k_n16 p8k_r2k_n32 \\
+        --recompute layers_keep_mixers --flat-tokens 81920 --repeats 1 --record
+    torchrun --nproc-per-node 2 -m benchmarks.step --model qwen3-8b --layers 9 --workloads p8k_r2k_n16 --record
 
 Flat is the same model, engine, objective, head on trained tokens and recompute, on every rollout as a row of its own in
 micro-batches, with the fastest of FA4, cuDNN and FA2; GDN layers of flat rows run on our kernels. Both compute the same
@@ -27,7 +28,7 @@ from benchmarks import clock, step_layer, step_ranks
 from benchmarks.attention import installed
 from benchmarks.attention_workloads import DATA
 from benchmarks.record import RESULTS, append, stamp
-from benchmarks.step_flat import FLAT_CALLS, RIVALS
+from benchmarks.step_flat import FLAT_CALLS, KEEPING, RIVALS
 from benchmarks.step_flops import PEAK_TFLOPS
 from benchmarks.step_models import MODELS
 from benchmarks.step_run import ENGINES, Measured, Setup, StepRun, differences, within, within_bounds
@@ -45,6 +46,7 @@ PACKAGES = (
     "flash-attn-4",
     "flash-linear-attention",
 )
+RECOMPUTE = ("none", "layers", "layers_keep_mixers")
 ROOF_SIZE = 8192
 MOST_COPIES = 16  # as many times the rollouts of a workload the search for the largest number may come to
 LAYER = "qwen3-8b-layer"
@@ -110,7 +112,8 @@ def flat_micro_batch(
     Without ``--flat-tokens`` the micro-batch is the whole step, halved until it fits.
     """
     tokens = arguments.flat_tokens or sum(row.length for row in rows)
-    names = RIVALS if arguments.flat == "auto" else (arguments.flat,)
+    rivals = KEEPING if run.setup.recompute == "layers_keep_mixers" else RIVALS
+    names = rivals if arguments.flat == "auto" else (arguments.flat,)
     longest = max(row.length for row in rows)
     attention, times = run.choose_flat(names, within(rows, min(tokens, 20 * longest)))
     while True:
@@ -221,7 +224,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-tokens", type=int, help="of a real set whole groups up to so many flat tokens")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of each kind")
     parser.add_argument("--engine", choices=ENGINES, default="plain")
-    parser.add_argument("--no-recompute", action="store_true", help="keep all activations, on both sides")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="layers", help="memory.recompute, on both sides")
     parser.add_argument("--largest", action="store_true", help="search the largest number of rollouts; takes minutes")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real sets (holds tokens/)")
@@ -236,7 +239,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         model=arguments.model,
         layers=arguments.layers,
         engine=arguments.engine,
-        recompute=not arguments.no_recompute,
+        recompute=arguments.recompute,
         pack_tokens=arguments.pack_tokens,
         replay=any(workload in SETS for workload in arguments.workloads),
         dtype=arguments.dtype,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from benchmarks import clock
 from cp_engine.pack import pack_of
+from cp_engine.sharding.exchange.kept import kept
 
 FLAT_NAME = "cp_engine_flat_rows"
 
@@ -46,44 +47,64 @@ class Rows:
 
 
 def fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, scale: float) -> torch.Tensor:
-    """flash-attn-4's call on packed rows."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    ends = {"cu_seqlens_q": rows.starts, "cu_seqlens_k": rows.starts}
-    ends |= {"max_seqlen_q": rows.longest, "max_seqlen_k": rows.longest}
-    out = flash_attn_varlen_func(q, k, v, **ends, causal=True, softmax_scale=scale)
-    return out[0] if isinstance(out, tuple) else out
+    """flash-attn-4 on packed rows."""
+    return _OnRows.apply(q, k, v, rows, scale, _fa4_forward, _fa4_backward)
 
 
 def fa2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, scale: float) -> torch.Tensor:
     """PyTorch's FlashAttention-2 on packed rows."""
-    return _FA2.apply(q, k, v, rows, scale)
+    return _OnRows.apply(q, k, v, rows, scale, _fa2_forward, _fa2_backward)
 
 
-class _FA2(torch.autograd.Function):
-    """The operator has no GQA: kv heads are repeated, and their gradients added up."""
+class _OnRows(torch.autograd.Function):
+    """A kernel whose results activation recompute can keep, as it keeps those of the tree's attention."""
 
     @staticmethod
-    def forward(ctx, q, k, v, rows, scale):
-        repeat = q.shape[1] // k.shape[1]
-        ends = rows.starts, rows.starts, rows.longest, rows.longest
-        repeated = (x.repeat_interleave(repeat, 1) for x in (k, v))
-        out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, *repeated, *ends, 0.0, True, False, scale=scale
-        )
-        ctx.save_for_backward(q, k, v, out, lse, seed, offset)
-        ctx.ends, ctx.scale, ctx.repeat = ends, scale, repeat
-        return out
+    def forward(ctx, q, k, v, rows, scale, forward, backward):
+        results = kept("mixer", lambda: forward(q, k, v, rows, scale), q)
+        ctx.save_for_backward(q, k, v, *results)
+        ctx.backward, ctx.rows, ctx.scale = backward, rows, scale
+        return results[0]
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, lse, seed, offset = ctx.saved_tensors
-        repeated = (x.repeat_interleave(ctx.repeat, 1) for x in (k, v))
-        dq, *dkv = torch.ops.aten._flash_attention_backward(
-            dout, q, *repeated, out, lse, *ctx.ends, 0.0, True, seed, offset, scale=ctx.scale
-        )
-        dk, dv = (x.unflatten(1, (k.shape[1], ctx.repeat)).sum(2) for x in dkv)
-        return dq, dk, dv, None, None
+        return *ctx.backward(dout, *ctx.saved_tensors, ctx.rows, ctx.scale), None, None, None, None
+
+
+def _fa4_options(rows: Rows, scale: float) -> dict:
+    ends = {"cu_seqlens_q": rows.starts, "cu_seqlens_k": rows.starts}
+    return ends | {"max_seqlen_q": rows.longest, "max_seqlen_k": rows.longest, "causal": True, "softmax_scale": scale}
+
+
+def _fa4_forward(q, k, v, rows, scale):
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_fa4_options(rows, scale))
+    return out, lse
+
+
+def _fa4_backward(dout, q, k, v, out, lse, rows, scale):
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(q, k, v, out, dout, lse, **_fa4_options(rows, scale))[:3]
+
+
+def _repeated(q, k, v) -> tuple[torch.Tensor, ...]:
+    """PyTorch's operator has no GQA: kv heads are repeated, and their gradients added up."""
+    return tuple(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+
+
+def _fa2_forward(q, k, v, rows, scale):
+    ends = rows.starts, rows.starts, rows.longest, rows.longest
+    return torch.ops.aten._flash_attention_forward(q, *_repeated(q, k, v), *ends, 0.0, True, False, scale=scale)[:4]
+
+
+def _fa2_backward(dout, q, k, v, out, lse, seed, offset, rows, scale):
+    ends = rows.starts, rows.starts, rows.longest, rows.longest
+    dq, *dkv = torch.ops.aten._flash_attention_backward(
+        dout, q, *_repeated(q, k, v), out, lse, *ends, 0.0, True, seed, offset, scale=scale
+    )
+    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in dkv)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, scale: float) -> torch.Tensor:
@@ -114,6 +135,7 @@ def _padded(q, k, v, rows: Rows, scale: float, chosen) -> torch.Tensor:
 
 FLAT_CALLS: dict[str, Callable] = {"fa4": fa4, "cudnn": cudnn, "fa2": fa2, "sdpa": sdpa}
 RIVALS = ("fa4", "cudnn", "fa2")  # among which the fastest is taken
+KEEPING = ("fa4", "fa2")  # whose results activation recompute can keep
 
 
 class FlatAttention:

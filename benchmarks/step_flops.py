@@ -26,18 +26,17 @@ def step_work(rollouts: list[Rollout], packing: PackingConfig, loss: LossConfig,
     )
 
 
-def hardware_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool, recompute: bool) -> int:
+def hardware_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool, recompute: str) -> int:
     """Model FLOPs and what is computed again: the head forward, the scores in attention's backward (half of attention
-    forward), and under recompute the layers forward.
-
-    Args:
-        recompute: layers run forward again in backward, their attention and recurrence too.
+    forward), and what of the layers forward ``memory.recompute`` of the configuration says.
     """
     head = 2 * work.predictors * shape.hidden * vocab_size
     attention = 4 * work.pairs * shape.query_heads * shape.head_dim * shape.attention_layers
     again = head + attention // 2
-    if recompute:
+    if recompute != "none":
         products = shape.attention_products * shape.attention_layers + shape.gdn_products * shape.gdn_layers
+        again += 2 * work.tokens * products
+    if recompute == "layers":
         recurrence = 6 * shape.gdn_value_heads * shape.gdn_head_dim**2 * shape.gdn_layers
-        again += work.tokens * (2 * products + recurrence) + attention
+        again += work.tokens * recurrence + attention
     return training_flops(work, shape, vocab_size, frozen) + again

@@ -55,6 +55,7 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
         "exchange": several.metrics["exchange"],
         "rollouts": len(of_all),
         "tree_tokens": work.tokens,
+        "one_gpu_tree_tokens": one_work.tokens,
         "tree_ms": round(1e3 * several.seconds, 2),
         "one_gpu_ms": round(1e3 * one.seconds, 2),
         "tokens_per_s_gpu": round(rate),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import clock
-from benchmarks.step_flat import FLAT_CALLS, Rows, fastest, times_of_calls, use_flat_attention
+from benchmarks.step_flat import FLAT_CALLS, KEEPING, Rows, fastest, times_of_calls, use_flat_attention
 from benchmarks.step_flops import hardware_flops, step_work
 from benchmarks.step_models import SHAPES, random_model, shape_config
 from cp_engine.config import Config, PackingConfig
@@ -48,7 +48,7 @@ class Setup:
     model: str
     layers: int | None = None  # of all layers only the first so many
     engine: str = "plain"
-    recompute: bool = True  # layers run forward again in backward
+    recompute: str = "layers"  # `memory.recompute`
     pack_tokens: int | None = None  # tree tokens of a pack; None: the whole step
     replay: bool = False  # copy shared runs that are predicted cheaper as copies
     dtype: str = "bfloat16"
@@ -71,6 +71,7 @@ class Setup:
                 "parallel": {"cp": cp},
                 "packing": {"max_pack_tokens": self.pack_tokens, "share_or_replay": self.replay},
                 "engine": ENGINES[self.engine],
+                "memory": {"recompute": self.recompute},
                 "lora": shape.lora if shape else None,
                 "loss": {"name": "grpo"},
                 "optimizer": {"lr": STILL},
@@ -100,8 +101,6 @@ class StepRun:
             model = random_model(shape_config(setup.model, setup.layers), dtype, self.device)
         self.engine = Engine(self.config, ranks, model)
         self.causal_lm = self.engine.model.causal_lm
-        if setup.recompute:
-            self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         self.gradients: dict[str, torch.Tensor] = {}
         if isinstance(self.engine.distributed, PlainModel):
             if setup.draw_adapters:
@@ -126,7 +125,16 @@ class StepRun:
         self.causal_lm.set_attn_implementation(ATTENTION_NAME)
 
     def use_rows(self, attention: str, tokens: int) -> None:
-        """Train on flat rows from now on, in micro-batches of at most so many tokens; give it `unshared` rollouts."""
+        """Train on flat rows from now on, in micro-batches of at most so many tokens; give it `unshared` rollouts.
+
+        Raises:
+            ValueError: for an attention whose results cannot be kept, where the tree's are.
+        """
+        if self.setup.recompute == "layers_keep_mixers" and attention not in KEEPING:
+            raise ValueError(
+                f"recompute layers_keep_mixers keeps the tree's attention, and flat attention {attention} cannot be "
+                f"kept: use --flat {' or '.join(KEEPING)}, or --recompute layers"
+            )
         packing = PackingConfig(max_pack_tokens=tokens)
         self.engine.config = self.config.model_copy(update={"packing": packing})
         use_flat_attention(self.causal_lm, FLAT_CALLS[attention])
