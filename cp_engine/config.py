@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cp_engine.losses.settings import LossConfig
 
@@ -95,11 +95,19 @@ class ParallelConfig(_Section):
 class PackingConfig(_Section):
     share: Literal["batch", "group"] = "batch"
     """Share prefixes over the whole step, or only inside a group."""
-    max_pack_tokens: int | None = Field(None, ge=2)
-    """Tree tokens that go through the model at once, over all ranks; null puts the whole step into one pack."""
+    max_pack_tokens: int | str | None = None
+    """Tree tokens that go through the model at once, over all ranks; null puts the whole step into one pack, auto takes
+    as many as are predicted to fit into a GPU's memory (docs/memory.md)."""
     share_or_replay: bool = False
     """Copy a short shared run for each of its branches where the cost model predicts that sharing it costs more (many
     branches of few tokens). Its prices are those of an H200, so it is off where nobody asked for it."""
+
+    @field_validator("max_pack_tokens")
+    @classmethod
+    def _is_a_budget(cls, value: int | str | None) -> int | str | None:
+        if value not in (None, "auto") and (isinstance(value, str) or value < 2):
+            raise ValueError(f"expected a number of at least 2, auto, or null; got {value!r}")
+        return value
 
 
 class EngineConfig(_Section):

@@ -32,6 +32,7 @@ from cp_engine.models.routers import router_shape
 from cp_engine.models.shape import conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import DevicePack, device_pack
+from cp_engine.pack_budget import resolved_packing
 from cp_engine.placement import PlacedPack, place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
 from cp_engine.routes import check_routes, row_routes
@@ -89,6 +90,7 @@ class Engine:
         if config.lora is not None:
             add_lora(hf_model, config.lora, config.seed)
         recompute_layers(hf_model, config.memory)
+        self.packing = resolved_packing(config, hf_model, self.ranks)
         whole = float32_parameters(hf_model, self.dtype)
         self.model = TreeCausalLM(hf_model).train()
         self.distributed = distribute(self.model, whole, config, self.ranks)
@@ -220,7 +222,7 @@ class Engine:
         return np.split(values, step.flat.row_start[1:-1])
 
     def _prepare(self, rollouts: Sequence[Rollout], loss: LossConfig | None = None) -> StepData:
-        check_rollouts(rollouts, self.vocab_size, self.config.packing.max_pack_tokens)
+        check_rollouts(rollouts, self.vocab_size, self.packing.max_pack_tokens)
         check_routes(rollouts, self.routers)
         loss = loss or self.config.loss
         if loss.router_aux_coef and any(r.routes is not None for r in rollouts):
@@ -228,7 +230,7 @@ class Engine:
                 f"loss.router_aux_coef is {loss.router_aux_coef}, but the rollouts carry routes: balancing counts the "
                 "router's own choices, which they replace; set it to 0"
             )
-        return prepare_step(rollouts, self.config.packing, loss, self.shape)
+        return prepare_step(rollouts, self.packing, loss, self.shape)
 
     def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan, list[Intervals]]:
         placed = place_pack(pack, self.config.parallel, self.shape)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     rollouts = read_rollouts(
         config.data.rollouts,
         vocab_size=engine.vocab_size,
-        max_tokens=config.packing.max_pack_tokens,
+        max_tokens=engine.packing.max_pack_tokens,
         limit=config.data.limit,
         limit_per_group=config.data.limit_per_group,
     )

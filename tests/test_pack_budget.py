@@ -1,0 +1,59 @@
+"""``packing.max_pack_tokens: auto``."""
+
+import pytest
+import torch
+
+from cp_engine.config import parse_config
+from cp_engine.distributed.ranks import Ranks
+from cp_engine.engine import Engine
+from cp_engine.memory import RESERVED, MemorySetup, Traffic, predict_memory
+from cp_engine.model_sizes import model_sizes
+from cp_engine.models.load import load_model
+from cp_engine.models.lora import add_lora
+from cp_engine.pack_budget import pack_budget, run_sizes
+
+ALONE = Ranks(0, 1, None, torch.device("cpu"))
+H200 = 140 * 2**30
+
+
+def config(**sections):
+    return parse_config({"model": {"path": "tiny-qwen3.5", "vocab_size": 64}} | sections)
+
+
+def test_a_budget_fits_and_follows_memory_ranks_and_recompute():
+    model = model_sizes("qwen3-8b")
+
+    def budget(capacity=H200, cp=1, recompute="layers", **parallel):
+        setup = MemorySetup(engine="fsdp2", shards=8, recompute=recompute)
+        return pack_budget(capacity, config(parallel={"cp": cp, **parallel}), model, setup)
+
+    alone = budget()
+    setup = MemorySetup(engine="fsdp2", shards=8, recompute="layers")
+    peak = predict_memory(alone, model, setup, Traffic()).peak
+    assert 0.8 * (H200 - RESERVED) < peak < H200 - RESERVED
+    assert budget(capacity=H200 // 2) < alone and budget(recompute="none") < alone / 3
+    assert alone < budget(cp=4) < 4 * alone
+    assert budget(cp=4) < budget(cp=4, max_exchange_mib=64) < 4 * alone
+    with pytest.raises(ValueError, match="found no room for a pack: weights, .* of 20.0 GiB; shard over more"):
+        budget(capacity=20 * 2**30)
+
+
+def test_a_run_says_what_its_memory_depends_on():
+    sections = {"dtype": "bfloat16", "lora": {"r": 4}, "memory": {"recompute": "layers"}, "engine": {"name": "fsdp2"}}
+    run, model = config(**sections), load_model("tiny-qwen3.5", torch.bfloat16, 64)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    add_lora(model, run.lora, 0)
+    adapters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sizes, setup = run_sizes(run, model, ALONE)
+    assert (sizes.parameters, setup.adapter_parameters, sizes.shape.element_bytes) == (whole, adapters, 2)
+    assert (setup.engine, setup.recompute, setup.shards, setup.optimizer_moments) == ("fsdp2", "layers", 1, 2)
+    adapted = sum(hasattr(module, "lora_A") for module in model.modules())
+    assert setup.adapter_width == 4 * adapted // 4 > 0
+
+
+def test_cpus_and_other_words_are_refused():
+    with pytest.raises(ValueError, match="auto is chosen from the memory of a GPU, and these ranks run on CPUs"):
+        Engine(config(packing={"max_pack_tokens": "auto"}), ALONE)
+    for value in ("all", 1, -5):
+        with pytest.raises(ValueError, match="expected a number of at least 2, auto, or null"):
+            config(packing={"max_pack_tokens": value})
