@@ -173,3 +173,15 @@ def test_adapters_are_trained_and_merged_as_in_plain():
     for figures, weights in others:
         np.testing.assert_allclose(figures, truth[0], rtol=BOUND)
         assert largest_error(weights, truth[1]) <= BOUND
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputed_layers_change_nothing(stage):
+    """Hooks of stage 3 run inside a recomputed layer."""
+    cases = [
+        SGD | {"parallel": {"cp": 2}, "engine": zero(stage), "memory": {"recompute": recompute}}
+        for recompute in ("none", "layers", "layers_keep_mixers")
+    ]
+    truth, *others = run_ranks(2, several, cases)[0]
+    for figures, weights, _ in others:
+        assert figures == truth[0] and largest_error(weights, truth[1]) == 0.0
