@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from cp_engine.models.recompute import recompute_layers
 from cp_engine.models.shape import conv_width
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import device_pack
+from cp_engine.sharding.exchange import kept as kept_module
 from tests.models.flat import one_rank_pack
 
 TOKENS, VOCAB = 160, 64
@@ -63,25 +65,16 @@ def saved_bytes(module: TreeCausalLM) -> int:
         kept.append(tensor)  # or its memory would be used again
         return tensor
 
-    results = []
-    op = torch.ops.cp_engine.kept.default
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), kept_results(op, results):
+    results, add = [], kept_module._Results.add
+
+    def keep(self, made):
+        add(self, made)
+        results.extend(made)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    with hooks, mock.patch.object(kept_module._Results, "add", keep):
         module(pack)
     return sum(held.values()) + sum(result.untyped_storage().nbytes() for result in results)
-
-
-class kept_results(TorchDispatchMode):
-    """Collects what an operator returns: selective checkpointing keeps it apart from saved tensors."""
-
-    def __init__(self, op, results: list):
-        super().__init__()
-        self.op, self.results = op, results
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if func is self.op:
-            self.results += found
-        return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

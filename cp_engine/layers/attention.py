@@ -231,7 +231,7 @@ def _crosses_ranks(exchange) -> bool:
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Exchange and kernel as one operator that activation recompute takes from the forward pass: see `kept`."""
+    """Exchange and kernel in one piece, whose results activation recompute takes from the forward pass: see `kept`."""
 
     @staticmethod
     def forward(ctx, q, k, v, tables, transport, scale, backend):

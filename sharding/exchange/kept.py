@@ -1,32 +1,25 @@
 """What activation recompute takes from the forward pass instead of computing it again.
 
 Under activation checkpointing a decoder layer's forward runs a second time in backward. Its exchanges must not: they
-cost time on every rank, and ranks would have to repeat them in one order. So each goes through `kept`, an opaque
-operator whose results selective checkpointing (`torch.utils.checkpoint`) saves; the second run gets them without
-calling anything. Outside of `contexts` it is a plain call.
+cost time on every rank, and ranks would have to repeat them in one order. So each goes through `kept`: the first run
+keeps its results, the second one takes them in the same order. Outside of `contexts` it is a plain call.
 
-The operator's argument is the number of a function that waits in a table during the call, so that plans, process
-groups and transports need no form that an operator's schema knows, and nothing here keeps them alive.
+Torch's selective checkpointing could do this with operators, but it watches every operator of the layer, and hooks of
+sharded weights (ZeRO-3) run other collectives in the second run than in the first, which it refuses.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 # What moves between ranks; and what one rank's attention or recurrence computes, where nothing moves.
 Kind = Literal["exchange", "mixer"]
-
-_WORK: dict[int, Callable[[], list[torch.Tensor]]] = {}
-_NUMBERS = itertools.count()
-_THREAD = threading.local()  # recompute runs in threads of the autograd engine
 
 
 @dataclass(frozen=True)
@@ -41,9 +34,32 @@ class Keeping:
     offload: bool = False
 
 
-@torch.library.custom_op("cp_engine::kept", mutates_args=())
-def _kept(like: torch.Tensor, work: int) -> list[torch.Tensor]:
-    return _WORK[work]()
+class _Results:
+    """What one call of a checkpointed function has kept."""
+
+    def __init__(self, keeping: Keeping):
+        self.keeping = keeping
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, results: tuple[torch.Tensor, ...]) -> None:
+        # Autograd hangs its graph on the tensors that a function returns; these are others on the same memory.
+        move = _to_host if self.keeping.offload else torch.Tensor.detach
+        self.calls.append(tuple(move(tensor) for tensor in results))
+
+    def take(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        assert self.calls, "a recomputed layer asks for more than its forward pass kept, or goes backward twice"
+        # Copies in both directions are on one stream, so that they need no other order.
+        return tuple(tensor.to(device, non_blocking=True) for tensor in self.calls.pop(0))
+
+
+class _Run(threading.local):
+    """The checkpointed run that this thread is in; recomputation has threads of the autograd engine."""
+
+    results: _Results | None = None
+    again = False
+
+
+_RUN = _Run()
 
 
 def kept(kind: Kind, work: Callable[[], tuple[torch.Tensor, ...]], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -53,34 +69,23 @@ def kept(kind: Kind, work: Callable[[], tuple[torch.Tensor, ...]], like: torch.T
     the forward of an autograd function.
 
     Args:
-        work: returns tensors that share no memory with each other or with ``like``, and that nobody writes to later.
+        work: returns tensors that nobody writes to later.
         like: any tensor on their device.
     """
-    keeping: Keeping | None = getattr(_THREAD, "keeping", None)
-    if keeping is None or kind not in keeping.kinds:
+    if is_taken(kind):
+        return _RUN.results.take(like.device)
+    results = _RUN.results
+    if results is None or kind not in results.keeping.kinds:
         return tuple(work())
-    made: list[torch.Tensor] = []
-
-    def run() -> list[torch.Tensor]:
-        made.extend(work())
-        return [_to_host(tensor) for tensor in made] if keeping.offload else made
-
-    number = next(_NUMBERS)
-    _WORK[number] = run
-    try:
-        results = _kept(like, number)
-    finally:
-        del _WORK[number]
-    if not keeping.offload:
-        return tuple(results)
-    # Copies in both directions are on one stream, so that they need no other order.
-    return tuple(made) if made else tuple(result.to(like.device, non_blocking=True) for result in results)
+    with _running(None, False):  # what is inside is kept as a part of this
+        made = tuple(work())
+    results.add(made)
+    return made
 
 
 def is_taken(kind: Kind) -> bool:
     """Whether `kept` would return results of the forward pass, so that what only they need can be left out."""
-    keeping: Keeping | None = getattr(_THREAD, "keeping", None)
-    return keeping is not None and kind in keeping.kinds and _THREAD.again
+    return _RUN.again and kind in _RUN.results.keeping.kinds
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,23 +101,21 @@ def contexts(
     Args:
         inside: makes one more context for the recomputation, which may run in another thread.
     """
-    forward, again = create_selective_checkpoint_contexts([torch.ops.cp_engine.kept.default])
-    return _all_of(_here(keeping, False), forward), _all_of(inside(), _here(keeping, True), again)
+    results = _Results(keeping)
+    return _running(results, False), _recomputing(results, inside())
 
 
 @contextmanager
-def _all_of(*parts: AbstractContextManager) -> Iterator[None]:
-    with ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(part)
-        yield
-
-
-@contextmanager
-def _here(keeping: Keeping, again: bool) -> Iterator[None]:
-    before = getattr(_THREAD, "keeping", None), getattr(_THREAD, "again", False)
-    _THREAD.keeping, _THREAD.again = keeping, again
+def _running(results: _Results | None, again: bool) -> Iterator[None]:
+    before = _RUN.results, _RUN.again
+    _RUN.results, _RUN.again = results, again
     try:
         yield
     finally:
-        _THREAD.keeping, _THREAD.again = before
+        _RUN.results, _RUN.again = before
+
+
+@contextmanager
+def _recomputing(results: _Results, inside: AbstractContextManager) -> Iterator[None]:
+    with inside, _running(results, True):
+        yield
