@@ -204,6 +204,7 @@ def test_the_most_tokens_fit_and_one_more_does_not():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_peaks_on_a_gpu(recompute):
     """The second pack of a step, 16,384 tokens, of a small model in bfloat16 with float32 masters and AdamW."""

@@ -14,7 +14,7 @@ from cp_engine.sharding.layout import Layout
 from cp_engine.sharding.packing import pack_rollouts
 from cp_engine.sharding.replay import RunPrices, run_prices, share_or_replay, split_key
 from tests.forests import Rows, chain_forest, comb_rows, random_layout, random_rows, random_variety
-from tests.sharding import test_plans
+from tests.sharding import test_attention_plan, test_gdn_plan, test_plans
 
 FREE = RunPrices(token=7, pair=2, chunk=0, fragment=0)
 DEAR = RunPrices(token=1, pair=0, chunk=0, fragment=10**9)
@@ -122,12 +122,13 @@ def split_case(seed: int) -> tuple[Rows, Layout]:
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_of_split_forests(seed, monkeypatch):
     """Every plan against its definition, on forests with replayed runs."""
-    monkeypatch.setattr(test_plans, "case", split_case)
-    test_plans.test_visible_intervals(seed)
+    for module in (test_attention_plan, test_gdn_plan, test_plans):
+        monkeypatch.setattr(module, "case", split_case)
+    test_attention_plan.test_visible_intervals(seed)
     for exchange in ("gather", "ring", "ulysses"):
-        test_plans.test_attention_plan(seed, exchange)
-    test_plans.test_gdn_affine_plan(seed, 4)
-    test_plans.test_gdn_ulysses_plan(seed)
+        test_attention_plan.test_attention_plan(seed, exchange)
+    test_gdn_plan.test_gdn_affine_plan(seed, 4)
+    test_gdn_plan.test_gdn_ulysses_plan(seed)
     test_plans.test_loss_plan(seed)
 
 
