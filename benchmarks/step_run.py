@@ -121,7 +121,7 @@ class StepRun:
             self.gradients[name] = gradient[:: max(1, len(gradient) // SAMPLED)].float()
 
     def use_trees(self) -> None:
-        self.engine.config = self.config
+        self.engine.packing = self.config.packing
         self.causal_lm.set_attn_implementation(ATTENTION_NAME)
 
     def use_rows(self, attention: str, tokens: int) -> None:
@@ -135,8 +135,7 @@ class StepRun:
                 f"recompute layers_keep_mixers keeps the tree's attention, and flat attention {attention} cannot be "
                 f"kept: use --flat {' or '.join(KEEPING)}, or --recompute layers"
             )
-        packing = PackingConfig(max_pack_tokens=tokens)
-        self.engine.config = self.config.model_copy(update={"packing": packing})
+        self.engine.packing = PackingConfig(max_pack_tokens=tokens)
         use_flat_attention(self.causal_lm, FLAT_CALLS[attention])
 
     def steps(self, rollouts: list[Rollout], repeats: int = 1) -> Measured:
