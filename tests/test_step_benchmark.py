@@ -263,7 +263,7 @@ def test_micro_batches_are_halved_until_they_fit(monkeypatch):
 
     monkeypatch.setattr(run, "steps", with_little_memory)
     attention, _, tokens, _ = step.flat_micro_batch(run, rows, arguments(flat_tokens=None))
-    assert attention == "sdpa" and tokens == flat // 2 and run.engine.config.packing.max_pack_tokens == tokens
+    assert attention == "sdpa" and tokens == flat // 2 and run.engine.packing.max_pack_tokens == tokens
     with pytest.raises(torch.cuda.OutOfMemoryError):
         step.flat_micro_batch(run, rows, arguments(flat_tokens=flat))
     # 120 tokens are 4 rows of 27 to 33 tokens.
