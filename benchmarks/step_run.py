@@ -175,7 +175,7 @@ class StepRun:
 
     def work(self, rollouts: list[Rollout]) -> Work:
         """What the present kind of step does with rollouts."""
-        return step_work(rollouts, self.engine.config.packing, self.engine.config.loss, self.engine.shape)
+        return step_work(rollouts, self.engine.packing, self.engine.config.loss, self.engine.shape)
 
     def flops(self, work: Work) -> tuple[int, int]:
         """Model FLOPs of a step, and all that are executed."""
