@@ -1,6 +1,6 @@
 """The GDN benchmark in Triton's interpreter, on small forests in float32; `test_gdn_benchmark.py` runs this file."""
 
-from tests.kernels.interpreted import integer_masks  # isort: skip  # noqa: F401  # before anything that imports Triton
+import tests.kernels.interpreted  # isort: skip  # noqa: F401  # before anything that imports Triton
 
 from dataclasses import replace
 

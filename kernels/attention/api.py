@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.reference import accumulation_dtype
+from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
 BACKENDS = {
     "auto": "cp_engine.kernels.attention.auto",

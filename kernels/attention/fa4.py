@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.rectangles import Call, call_list, calls_on_device
-from cp_engine.kernels.attention.reference import accumulation_dtype
+from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
 PACKAGE = "flash-attn-4==4.0.0b36"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -47,6 +48,7 @@ def why_not(q: torch.Tensor) -> str | None:
     return None
 
 
+@cache
 def _installed() -> bool:
     # Another distribution, flash-attn, holds the same package without `cute`.
     found = importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute")

@@ -34,14 +34,10 @@ import torch
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces
 from cp_engine.kernels.attention.ranges import expand, union
+from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
 BLOCK_ROWS = 32  # small enough that a block's scores stay in cache; measured against 64 and 128 on a CPU
 GPU_BLOCK_ROWS = 128  # there launches cost more than a cache saves (not measured)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 inputs, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @torch.no_grad()

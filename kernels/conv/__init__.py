@@ -1,6 +1,6 @@
 """Causal depthwise convolution over prefix trees."""
 
-from cp_engine.kernels.conv.api import RowGradients, qkv, qkv_backward, rows_backward, tree_conv
+from cp_engine.kernels.conv.api import RowGradients, qkv, qkv_backward, rows_backward
 from cp_engine.kernels.conv.tables import Channels, ConvTables, conv_tables
 
 __all__ = [
@@ -11,5 +11,4 @@ __all__ = [
     "qkv",
     "qkv_backward",
     "rows_backward",
-    "tree_conv",
 ]

@@ -1,7 +1,7 @@
 """Causal depthwise convolution over a forest: the last W inputs of the root path, not of memory.
 
 `qkv` and `qkv_backward` are the stages of a Gated DeltaNet layer: convolution, SiLU, and L2 norm of q and k, without an
-autograd graph, so that a layer sends fetched rows' gradients home in the middle. `tree_conv` is the convolution alone.
+autograd graph, so that a layer sends fetched rows' gradients home in the middle.
 
 Shapes: n local rows, m fetched rows, M rows sent to other ranks, W taps, C channels, F fragments; Hk key heads and
 H value heads of sizes K and V, C = 2 Hk K + H V in the order [q | k | v].
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from cp_engine.kernels.conv.reference import conv_backward, conv_forward
 from cp_engine.kernels.conv.tables import Channels, ConvTables
 
 BACKENDS = {"reference": "cp_engine.kernels.conv.reference", "triton": "cp_engine.kernels.conv.triton"}
@@ -84,36 +83,6 @@ def rows_backward(
 
 def _backend(name: str) -> ModuleType:
     return importlib.import_module(BACKENDS[name])
-
-
-class _TreeConv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_ext: torch.Tensor, weight: torch.Tensor, tables: ConvTables) -> torch.Tensor:
-        ctx.save_for_backward(x_ext, weight)
-        ctx.tables = tables
-        return conv_forward(x_ext, weight, tables.taps)
-
-    @staticmethod
-    def backward(ctx, dout: torch.Tensor):
-        x_ext, weight = ctx.saved_tensors
-        return *conv_backward(x_ext, weight, ctx.tables.taps, dout), None
-
-
-def tree_conv(x_ext: torch.Tensor, weight: torch.Tensor, tables: ConvTables) -> torch.Tensor:
-    """Convolve along root paths, without an activation; differentiable in ``x_ext`` and ``weight``.
-
-    Args:
-        x_ext: [n + m, C] local rows, then fetched history rows.
-        weight: [C, W]; tap W - 1 multiplies the token itself, as in a causal torch Conv1d.
-
-    Returns:
-        [n, C] in the dtype of ``x_ext``; sums are in float32, or float64 for float64.
-
-    Raises:
-        ValueError: if ``weight`` has another number of taps than the plan or of channels than ``x_ext``.
-    """
-    _check_weight(weight, x_ext.shape[1], tables)
-    return _TreeConv.apply(x_ext, weight, tables)
 
 
 def _check_weight(weight: torch.Tensor, channels: int, tables: ConvTables) -> None:

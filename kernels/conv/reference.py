@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from cp_engine.kernels.conv.tables import Channels, ConvTables
+from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
 NORM_EPS = 1e-6  # of the L2 norms in the models of `transformers`
 
 
 def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x.dtype)
     return torch.cat([x.to(dtype), x.new_zeros((1, x.shape[1]), dtype=dtype)])
 
 
@@ -60,7 +61,7 @@ def _split(mixed: torch.Tensor, channels: Channels) -> tuple[torch.Tensor, torch
 def _convolved(x, fetched, weight, tables: ConvTables) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows with the fetched ones [N, C], and the convolution [n, C] in the accumulation dtype."""
     x_ext = torch.cat([x, fetched])
-    return x_ext, conv_forward(x_ext.to(_with_zero_row(x_ext[:0]).dtype), weight, tables.taps)
+    return x_ext, conv_forward(x_ext.to(accumulation_dtype(x_ext.dtype)), weight, tables.taps)
 
 
 def qkv(x, fetched, weight, tables: ConvTables, channels: Channels):

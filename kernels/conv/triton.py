@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.conv.reference import NORM_EPS
 from cp_engine.kernels.conv.tables import Channels, ConvTables, Readers
+from cp_engine.kernels.shared.triton import tl, triton
 
 ROWS = 32  # of a tile
 SPLITS = 64  # programs of a head that share the rows, each with a partial gradient of the weight

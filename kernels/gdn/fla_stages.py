@@ -1,11 +1,10 @@
-"""The tree-independent stages of the gated delta rule, from fla-core 0.6.0: the only file that names them.
+"""The solve of each chunk of the gated delta rule, and w and u from it, by fla-core 0.6.0: the only file that names it.
 
 fla's kernels restart their chunks at every sequence, so fragments are its sequences and each stage is one call over
 all of them. Decays are cumulative inside a chunk and in the log2 domain. fla is imported at the first call, since that
 takes seconds and needs Triton.
 
-Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size, F fragments, W taps,
-D channels.
+Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, C chunk size, F fragments.
 """
 
 from __future__ import annotations
@@ -23,12 +22,6 @@ CONTRACT = {
     ),
     ("fla.ops.gated_delta_rule.wy_fast", "recompute_w_u_fwd"): (
         "k", "v", "beta", "A", "g", "cu_seqlens", "chunk_indices",
-    ),
-    ("fla.modules.causal_conv1d.ops", "causal_conv1d_fwd"): (
-        "x", "weight", "bias", "residual", "initial_state", "activation", "cu_seqlens", "chunk_indices", "chunk_size",
-    ),
-    ("fla.modules.causal_conv1d.ops", "causal_conv1d_bwd"): (
-        "x", "dy", "dht", "weight", "initial_state", "activation", "cu_seqlens", "chunk_indices", "chunk_size",
     ),
 }  # fmt: skip
 
@@ -72,36 +65,3 @@ def w_and_u(
 
     w, u = recompute_w_u_fwd(k=k[None], v=v[None], beta=beta[None], A=inverse[None], g=decay[None], **at.where())
     return w[0], u[0]
-
-
-def convolution(x: torch.Tensor, weight: torch.Tensor, history: torch.Tensor, at: Sequences) -> torch.Tensor:
-    """SiLU of the causal depthwise convolution, [n, D].
-
-    Args:
-        x: [n, D].
-        weight: [D, W].
-        history: [F, D, W] inputs above each fragment on its root path, oldest first; column 0 is not read.
-    """
-    from fla.modules.causal_conv1d.ops import causal_conv1d_fwd
-
-    y, _ = causal_conv1d_fwd(
-        x=x[None], weight=weight, bias=None, residual=None, initial_state=history, activation="silu",
-        chunk_size=at.chunk_size, **at.where(),
-    )  # fmt: skip
-    return y[0]
-
-
-def convolution_backward(
-    x: torch.Tensor, weight: torch.Tensor, history: torch.Tensor, dout: torch.Tensor, at: Sequences
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x [n, D], weight [D, W] and history [F, D, W], each in its dtype; column 0 of the last is zero.
-
-    No state is carried from one fragment to another, so the gradient of what is left behind (fla's ``dht``) is none.
-    """
-    from fla.modules.causal_conv1d.ops import causal_conv1d_bwd
-
-    dx, dweight, _, _, dhistory = causal_conv1d_bwd(
-        x=x[None], dy=dout[None], dht=None, weight=weight, initial_state=history, activation="silu",
-        chunk_size=at.chunk_size, **at.where(),
-    )  # fmt: skip
-    return dx[0], dweight, dhistory

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import torch
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 inputs, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
 
 def logits_to_edges(

@@ -171,7 +171,8 @@ def gather_forward(
 def gather_backward(
     kernel_backward, saved, dout: torch.Tensor, tables: GatherTables, transport: Transport | None
 ) -> tuple[torch.Tensor, ...]:
-    """dq [n, Hq, D] in q's dtype or the accumulation dtype, dk, dv [n, Hk, D] in the accumulation dtype.
+    """dq [n, Hq, D] in q's dtype or the accumulation dtype, dk, dv [n, Hk, D] in the accumulation dtype;
+    where nothing moves, all as the kernel returns them.
 
     Gradients of fetched rows go home in the accumulation dtype and are added to the local part, peers in rank order.
     """

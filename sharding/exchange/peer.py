@@ -82,6 +82,7 @@ class PeerTransport:
 
     def open(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> PeerShipment:
         self.reserve(parts, dtype)
+        assert self._memory is not None, "a shipment that moves nothing is not opened"
         slot = (self._opened % 2) * self._slot_bytes
         self._opened += 1
         starts = [(slot + offset) // dtype.itemsize for offset in _offsets(parts, dtype)]
@@ -101,7 +102,7 @@ class PeerShipment:
     def __init__(
         self,
         rank: int,
-        memory: Memory | None,  # None where no rank sends anything
+        memory: Memory,
         side: SideStream,
         parts: Sequence[Part],
         starts: list[int],

@@ -72,12 +72,3 @@ def fetch_rows_raw(x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
 def send_rows_home(grad: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
     """Gradients of fetched rows to their owners: [K_in, ...] -> [K_out, ...] for ``send_rows``, peers in rank order."""
     return all_to_all_rows(grad, tables.recv_counts, tables.send_counts, group)
-
-
-def return_rows(grad: torch.Tensor, tables: RowTables, out: torch.Tensor, group) -> torch.Tensor:
-    """Send gradients of fetched rows home and add them to ``out`` [n, ...] in place, peers in rank order."""
-    home = send_rows_home(grad.to(out.dtype), tables, group)
-    # One peer at a time: no row occurs twice in a call, so the order of the sums is fixed on every device.
-    for rows, part in zip(tables.send_rows.split(tables.send_counts), home.split(tables.send_counts), strict=True):
-        out.index_add_(0, rows, part)
-    return out

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -114,7 +113,8 @@ class _Collectives:
         return torch.empty((rows, *self._parts[part].row_shape), dtype=self._dtype, device=self._device)
 
 
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = weakref.WeakKeyDictionary()
+# For good: a transport holds its group, and a group's memory is set up once.
+_MADE: dict[dist.ProcessGroup, dict[str, Transport]] = {}
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device, name: str = "auto") -> Transport:

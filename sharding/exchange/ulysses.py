@@ -123,10 +123,9 @@ def kv_repeats(query_heads: int, kv_heads: int, world: int) -> int:
     """
     if query_heads % world or (kv_heads % world and world % kv_heads):
         raise ValueError(
-            f"exchange ulysses on {world} context-parallel ranks needs query heads divisible by {world}, and kv heads "
-            f"that {world} divides or that divide {world}; the model has {query_heads} query heads and {kv_heads} kv "
-            "heads. "
-            "Use exchange gather or ring, or another number of ranks"
+            f"dealing heads to {world} ranks (exchange ulysses or ulysses_gather) needs query heads divisible by "
+            f"{world}, and kv heads that {world} divides or that divide {world}; the model has {query_heads} query "
+            f"heads and {kv_heads} kv heads. Use exchange gather or ring, or another number of ranks"
         )
     return max(world // kv_heads, 1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -25,32 +24,8 @@ def allow_loop_bounds_of_new_numpy() -> None:
     interpreter._patch_lang_tensor = patch
 
 
-@contextmanager
-def integer_masks():
-    """Loads and stores take masks of any integer type: fla's convolution builds such, and Triton 3.9's interpreter
-    refuses them. Our own kernels run without this."""
-    builder = interpreter.InterpreterBuilder
-
-    def with_bool_mask(method, place):
-        def call(self, *args):
-            mask = args[place]
-            if mask is not None and mask.data.dtype != bool:
-                mask = interpreter.TensorHandle(mask.data.astype(bool), interpreter.tl.int1)
-            return method(self, *args[:place], mask, *args[place + 1 :])
-
-        return call
-
-    load, store = builder.create_masked_load, builder.create_masked_store
-    builder.create_masked_load, builder.create_masked_store = with_bool_mask(load, 1), with_bool_mask(store, 2)
-    try:
-        yield
-    finally:
-        builder.create_masked_load, builder.create_masked_store = load, store
-
-
 def single_configurations() -> None:
     """fla's autotuners ask for a GPU driver unless there is nothing to choose."""
-    import fla.modules.causal_conv1d.ops
     import fla.ops.common.chunk_o
     import fla.ops.gated_delta_rule  # noqa: F401
 

@@ -1,6 +1,6 @@
 """Cases of the Triton GDN backend in Triton's interpreter; `test_gdn_triton.py` runs this file."""
 
-from tests.kernels.interpreted import integer_masks, single_configurations  # isort: skip  # before anything that imports Triton
+from tests.kernels.interpreted import single_configurations  # isort: skip  # before anything that imports Triton
 
 import importlib
 import inspect
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from cp_engine.kernels.conv import conv_tables, tree_conv
 from cp_engine.kernels.gdn import fla_stages
 from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.kernels.gdn.triton import packing
@@ -223,29 +222,3 @@ def test_values_of_the_stages_around_the_state_pass():
             assert relative_errors([got[rows]], [expected.transpose(1, 2)[live]])[0] <= BOUND
         last = group.rows.masked_fill(~live, 0).amax(1)
         assert relative_errors([stages.decay[last].exp2()], [stage.decay])[0] <= BOUND
-
-
-def test_convolution_of_fla_on_root_paths():
-    """Fragments of 1 to 5 tokens whose history spans several of them, against autograd through float64 windows."""
-    plan = small_case().plan
-    tables = small_case().tables()
-    rng = torch.Generator().manual_seed(0)
-    tokens, width, channels = tables.tokens, plan.history.shape[1] + 1, 40
-    fetched = plan.history_fetch.rows_in
-    x_ext, weight = (torch.randn(*shape, generator=rng) for shape in ((tokens + fetched, channels), (channels, width)))
-    dout = torch.randn(tokens, channels, generator=rng)
-    history = torch.as_tensor(plan.history)
-    above = torch.where((history >= 0)[..., None], x_ext[history], 0.0)
-    columns = torch.cat([torch.zeros(len(above), channels, 1), above.mT], 2).contiguous()
-    at = fla_stages.Sequences(tables.fragment_row, tables.chunk_fragment, tables.chunk_size)
-    with integer_masks():
-        y = fla_stages.convolution(x_ext[:tokens], weight, columns, at)
-        dx, dweight, dcolumns = fla_stages.convolution_backward(x_ext[:tokens], weight, columns, dout, at)
-    dx_ext = torch.cat([dx, torch.zeros(fetched, channels)])
-    dx_ext.index_add_(0, history[history >= 0], dcolumns[..., 1:].mT[history >= 0])
-
-    leaves = [x_ext.double().requires_grad_(), weight.double().requires_grad_()]
-    taps = conv_tables(plan.fragment_row, plan.history, tokens, fetched)
-    truth = torch.nn.functional.silu(tree_conv(*leaves, taps))
-    expected = torch.autograd.grad(truth, leaves, dout.double())
-    assert max(relative_errors((y, dx_ext, dweight), (truth, *expected))) <= BOUND

@@ -3,7 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cp_engine.kernels.conv import conv_tables, tree_conv
+from cp_engine.kernels.conv import Channels, conv_tables, qkv
+from cp_engine.kernels.conv.reference import conv_backward, conv_forward
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import contiguous_layout
 from tests.gdn_oracle import forest_of_segments, random_forest
@@ -19,7 +20,7 @@ def test_closed_form():
     forest = forest_of_segments([(-1, 3), (0, 1), (0, 1), (0, 2)])
     x = torch.tensor([1.0, 2, 3, 6, 7, 4, 5], dtype=torch.float64)[:, None]
     weight = torch.tensor([[1.0, 10, 100, 1000]], dtype=torch.float64)
-    out = tree_conv(x, weight, whole_tables(forest, 4))
+    out = conv_forward(x, weight, whole_tables(forest, 4).taps)
     assert out[:, 0].tolist() == [1000, 2100, 3210, 6321, 7632, 4321, 5321]
 
 
@@ -30,8 +31,9 @@ def test_every_path_alone(width):
     x = torch.randn(forest.tokens, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, width, dtype=torch.float64, requires_grad=True)
     dout = torch.randn(forest.tokens, 3, dtype=torch.float64)
-    out = tree_conv(x, weight, whole_tables(forest, width))
-    grads = torch.autograd.grad((out * dout).sum(), (x, weight))
+    taps = whole_tables(forest, width).taps
+    out = conv_forward(x.detach(), weight.detach(), taps)
+    grads = conv_backward(x.detach(), weight.detach(), taps, dout)
 
     # The oracle climbs from every token to its root.
     truth = []
@@ -51,23 +53,22 @@ def test_fetched_rows_and_padding():
     # One fragment of two rows whose history is one fetched row, and a padding row.
     tables = conv_tables(np.array([0, 2]), np.array([[-1, 3]]), rows=3, fetched=1)
     x = torch.tensor([[1.0], [2], [torch.nan], [5]])
-    x.requires_grad_()
     weight = torch.tensor([[1.0, 10, 100]])
-    out = tree_conv(x, weight, tables)
-    assert out[:, 0].tolist() == [150, 215, 0]
-    out.sum().backward()
-    assert x.grad[:, 0].tolist() == [110, 100, 0, 11]
+    assert conv_forward(x, weight, tables.taps)[:, 0].tolist() == [150, 215, 0]
+    dx, _ = conv_backward(x, weight, tables.taps, torch.ones(3, 1))
+    assert dx[:, 0].tolist() == [110, 100, 0, 11]
 
 
 def test_bfloat16_sums_in_float32():
     # 300 siblings below one token: a bfloat16 sum of their gradients would stop at 256.
     forest = forest_of_segments([(-1, 1)] + [(0, 1)] * 300)
-    x = torch.zeros(301, 1, dtype=torch.bfloat16, requires_grad=True)
-    tree_conv(x, torch.ones(1, 2, dtype=torch.bfloat16), whole_tables(forest, 2)).sum().backward()
-    assert x.grad[0].item() == torch.tensor(301.0).bfloat16().item()
+    x = torch.zeros(301, 1, dtype=torch.bfloat16)
+    weight, dout = torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(301, 1, dtype=torch.bfloat16)
+    dx, _ = conv_backward(x, weight, whole_tables(forest, 2).taps, dout)
+    assert dx[0].item() == torch.tensor(301.0).bfloat16().item()
 
 
 def test_weight_shape_is_checked():
     forest = forest_of_segments([(-1, 3)])
     with pytest.raises(ValueError, match=r"\[5, 4\], got \[5, 3\]: plan with conv_width"):
-        tree_conv(torch.zeros(3, 5), torch.zeros(5, 3), whole_tables(forest, 4))
+        qkv(torch.zeros(3, 5), None, torch.zeros(5, 3), whole_tables(forest, 4), Channels(1, 1, 1, 3), "reference")

@@ -251,7 +251,10 @@ def rank_refusal(heads: tuple[int, int]) -> str:
 def test_impossible_heads_are_refused_on_every_rank(world, heads):
     texts = run_ranks(world, rank_refusal, heads)
     assert len(set(texts)) == 1
-    assert f"exchange ulysses on {world} context-parallel ranks needs query heads divisible by {world}" in texts[0]
+    assert (
+        f"dealing heads to {world} ranks (exchange ulysses or ulysses_gather) needs query heads divisible by {world}"
+        in texts[0]
+    )
     assert f"the model has {heads[0]} query heads and {heads[1]} kv heads" in texts[0]
     assert "Use exchange gather or ring, or another number of ranks" in texts[0]
 

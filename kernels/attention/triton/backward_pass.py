@@ -13,9 +13,7 @@ from collections.abc import Callable
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.attention.triton.primitives import (
-    LOG2_E,
     Sizes,
     kernel_sizes,
     load_bits,
@@ -25,12 +23,11 @@ from cp_engine.kernels.attention.triton.primitives import (
     next_tile,
     packed_at,
     packed_heads,
-    padded,
-    precision,
     row_tiles,
     sources,
 )
 from cp_engine.kernels.attention.triton.tiles import ENTRY, TileList, tiles_on_device
+from cp_engine.kernels.shared.triton import LOG2_E, padded, precision, tl, triton
 
 STATISTIC_ROWS = 64
 LISTED_TOKENS = 16  # a listed tile has at least about so many, or the lists grow long

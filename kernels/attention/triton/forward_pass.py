@@ -10,21 +10,18 @@ from __future__ import annotations
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.attention.triton.primitives import (
-    LOG2_E,
     load_bits,
     load_keys,
     load_packed,
     next_tile,
     packed_at,
     packed_heads,
-    padded,
-    precision,
     row_tiles,
     sources,
 )
 from cp_engine.kernels.attention.triton.tiles import ENTRY, tiles_on_device
+from cp_engine.kernels.shared.triton import LOG2_E, padded, precision, tl, triton
 
 
 @triton.jit

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.attention.triton.tiles import TileList, tile_list
+from cp_engine.kernels.shared.triton import padded, tl, triton
 
 MOST_PACKED = 16
 DESCRIPTORS = True  # off: every kernel loads through pointers
-LOG2_E = 1.4426950408889634  # kernels cannot read it: they repeat it
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,6 @@ def makes_apart(size: int, dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and padded(size) in SIZES["dk"]
 
 
-def padded(size: int) -> int:
-    """The head size inside a kernel: a power of two that matrix units accept."""
-    return max(16, triton.next_power_of_2(size))
-
-
 def packed_heads(share: int) -> int:
     """Query heads of a pack: the largest divisor of ``share`` up to `MOST_PACKED`."""
     return max(heads for heads in range(1, MOST_PACKED + 1) if share % heads == 0)
@@ -127,10 +121,6 @@ def sources(tensors: list[torch.Tensor], tile: list[int]) -> tuple[list, bool]:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return [TensorDescriptor.from_tensor(part, tile) for part in tensors], True
-
-
-def precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit

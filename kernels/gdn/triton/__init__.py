@@ -1,4 +1,4 @@
-"""The Triton backend of the gated delta rule: our state pass and dqkwg, fla's stages around them.
+"""The Triton backend of the gated delta rule: our kernels, and fla's for the solve and for w and u.
 
 The stages of `cp_engine.kernels.gdn.api` on `ChainTables`, for float32, bfloat16 and float16 rows; states, summaries
 and their gradients are float32. Triton and fla are imported at the first call, so that everything imports where they

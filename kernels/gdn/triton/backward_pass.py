@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.launch import state_sizes
-from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows, padded, precision
+from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows
+from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
 

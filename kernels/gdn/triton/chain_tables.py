@@ -134,7 +134,8 @@ def _chain_tables(
     table = chunks.copy()
     for part in waves:
         table[part.members] = part.chunks[part.members]
-    waves = [replace(part, chunks=table) for part in waves]
+    on_device = torch.as_tensor(table.astype(np.int32), device=device)
+    waves = [replace(part, chunks=on_device) for part in waves]
     exit_slot = torch.as_tensor(summary.chunks[last_chunk[exit_fragment], 2], device=device)
     return ChainTables(
         rows=rows,

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.primitives import (
     decay_between,
@@ -28,9 +27,8 @@ from cp_engine.kernels.gdn.triton.primitives import (
     load_each,
     load_rows,
     load_seen,
-    padded,
-    precision,
 )
+from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 # One program adds up the value heads of a key head.
 BLOCK_KEYS = 64

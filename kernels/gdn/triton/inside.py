@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS
 from cp_engine.kernels.gdn.triton.primitives import (
     decay_between,
@@ -22,11 +21,9 @@ from cp_engine.kernels.gdn.triton.primitives import (
     load_rows,
     load_seen,
     load_seers,
-    padded,
-    precision,
 )
+from cp_engine.kernels.shared.triton import LOG2_E, padded, precision, tl, triton
 
-LOG2_E = 1.4426950408889634
 BLOCK_KEYS = 64
 WARPS = 4
 STAGES = 3

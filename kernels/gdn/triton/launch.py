@@ -11,7 +11,8 @@ from functools import cache
 
 import torch
 
-from cp_engine.kernels.gdn.triton.primitives import Sizes, padded
+from cp_engine.kernels.gdn.triton.primitives import Sizes
+from cp_engine.kernels.shared.triton import padded
 
 # A program holds K x columns of the state in float32 registers, and reads all of w, k (and q) for them. Few chains
 # leave multiprocessors idle unless a state is cut small; many keep them busy, and then larger cuts read less. With 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.primitives import (
     Sizes,
@@ -18,9 +17,8 @@ from cp_engine.kernels.gdn.triton.primitives import (
     load_each,
     load_rows,
     load_seen,
-    padded,
-    precision,
 )
+from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 BLOCK_KEYS = 64
 # Two programs on a multiprocessor, each with both blocks of keys on their way from the start.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from cp_engine.kernels.attention.triton.compiler import tl, triton
+from cp_engine.kernels.shared.triton import tl, triton
 
 
 @dataclass(frozen=True)
@@ -16,15 +14,6 @@ class Sizes:
     columns: int  # state columns of a program
     warps: int
     stages: int  # depth of the software pipeline
-
-
-def padded(size: int) -> int:
-    """A power of two that matrix units accept."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit

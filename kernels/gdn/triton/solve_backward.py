@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import torch
 
-from cp_engine.kernels.attention.triton.compiler import tl, triton
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS
 from cp_engine.kernels.gdn.triton.primitives import (
     decay_between,
@@ -26,9 +25,8 @@ from cp_engine.kernels.gdn.triton.primitives import (
     load_each,
     load_rows,
     load_seen,
-    padded,
-    precision,
 )
+from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 WARPS = 8
 STAGES = 2
