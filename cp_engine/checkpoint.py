@@ -6,12 +6,18 @@ import hashlib
 import json
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from cp_engine.distributed.agree import require_equal_digests
+from cp_engine.distributed.model import save_tensors
+from cp_engine.distributed.ranks import Ranks
 
 if TYPE_CHECKING:
     from cp_engine.engine import Engine
@@ -26,10 +32,16 @@ class Checkpoints:
 
     Args:
         keep: how many stay.
+        asynchronous: write in a thread, from copies in host memory, while training goes on. At most one checkpoint is
+            being written at a time.
     """
 
-    def __init__(self, place: Path, keep: int):
+    def __init__(self, place: Path, keep: int, asynchronous: bool = False):
         self.place, self.keep = place, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        # Collectives of one group must come in one order on all ranks, so the thread has a group of its own.
+        self._group: dist.ProcessGroup | None = None
+        self._in_flight: Future | None = None
 
     def complete(self) -> list[Path]:
         """Folders of complete checkpoints, the oldest first."""
@@ -39,26 +51,68 @@ class Checkpoints:
         )
 
     def save(self, engine: Engine) -> None:
-        """Write a checkpoint of the engine; every rank calls it.
+        """Write a checkpoint of the engine, or begin to; every rank calls it.
+
+        An asynchronous one is as the engine is now, whatever is trained afterwards. The one before it is waited for.
 
         Raises:
-            OSError or torch's CheckpointException: if it cannot be written, on every rank. Older ones are left whole.
+            OSError: if this one, or the one before it that was written beside training, cannot be written; on every
+                rank. Older ones are left whole.
         """
-        ranks = engine.ranks
-        final = self.place / f"step-{engine.steps_done:08d}"
-        partial = self.place / f".{final.name}.partial"
-        if ranks.is_first:
+        self.wait()
+        partial = self._partial(engine.steps_done)
+        if engine.ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        _wait(engine)
-        engine.distributed.save_state(partial / "state")
+        _wait(engine.ranks)
+        progress = {"steps_done": engine.steps_done, "run": _run(engine)}
+        state = engine.distributed.checkpoint_state(copies=self._thread is not None)
+        if self._thread is None:
+            self._write(state, progress, engine.ranks)
+            return
+        if self._group is None and engine.ranks.group is not None:
+            timeout = timedelta(seconds=engine.config.parallel.timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._in_flight = self._thread.submit(self._write, state, progress, engine.ranks)
+
+    def wait(self) -> None:
+        """Until a checkpoint that is being written is complete. Call it when training ends.
+
+        Raises:
+            as `save`.
+        """
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
+
+    def _partial(self, steps_done: int) -> Path:
+        return self.place / f".{_name(steps_done)}.partial"
+
+    def _write(self, state: dict[str, torch.Tensor], progress: dict, ranks: Ranks) -> None:
+        partial = self._partial(progress["steps_done"])
+        try:
+            save_tensors(state, partial / "state", ranks, self._group)
+        except CheckpointException as error:  # on all ranks, whichever failed; no Exception, so nobody would catch it
+            why = "; ".join(f"rank {rank}: {each!r}" for rank, (each, _) in error.failures.items())
+            raise OSError(f"cannot write the checkpoint of step {progress['steps_done']}: {why}") from error
+        failed: OSError | None = None
         if ranks.is_first:
-            (partial / _PROGRESS).write_text(json.dumps({"steps_done": engine.steps_done, "run": _run(engine)}) + "\n")
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            for old in self.complete()[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
-        _wait(engine)
+            try:
+                self._complete(partial, progress)
+            except OSError as error:
+                failed = error
+        failed = _of_first_rank(failed, ranks, self._group)
+        if failed is not None:
+            raise failed
+
+    def _complete(self, partial: Path, progress: dict) -> None:
+        """Give a whole checkpoint its name, and remove those that are too many."""
+        (partial / _PROGRESS).write_text(json.dumps(progress) + "\n")
+        final = self.place / _name(progress["steps_done"])
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in self.complete()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def resume(self, engine: Engine) -> bool:
         """Load the newest complete checkpoint into a new engine; False where there is none. Every rank calls it.
@@ -67,6 +121,7 @@ class Checkpoints:
             ValueError: if ranks see different checkpoints, or it belongs to another run: another model, other adapters,
                 another optimizer or another seed.
         """
+        self.wait()
         complete = self.complete()
         newest = complete[-1] if complete else None
         name = "none" if newest is None else newest.name
@@ -94,6 +149,19 @@ def _run(engine: Engine) -> dict:
     return {"model": model, "lora": lora, "optimizer.name": config.optimizer.name, "seed": config.seed}
 
 
-def _wait(engine: Engine) -> None:
-    if engine.ranks.group is not None:
-        dist.barrier(group=engine.ranks.group)
+def _name(steps_done: int) -> str:
+    return f"step-{steps_done:08d}"
+
+
+def _of_first_rank(failed: OSError | None, ranks: Ranks, group: dist.ProcessGroup | None) -> OSError | None:
+    """What failed on the first rank, on every rank; also the point that all ranks wait for."""
+    if ranks.group is None:
+        return failed
+    found = [failed]
+    dist.broadcast_object_list(found, src=0, group=group or ranks.group, device=torch.device("cpu"))
+    return found[0]
+
+
+def _wait(ranks: Ranks) -> None:
+    if ranks.group is not None:
+        dist.barrier(group=ranks.group)

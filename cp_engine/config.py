@@ -196,6 +196,8 @@ class CheckpointConfig(_Section):
     """How many of them stay."""
     resume: Literal["auto", "never"] = "auto"
     """auto goes on from the last complete checkpoint in the output folder; never starts anew."""
+    asynchronous: bool = False
+    """Write while training goes on, from copies; off by default, since these take host memory (docs/engines.md)."""
 
 
 class MetricsConfig(_Section):

@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         limit_per_group=config.data.limit_per_group,
     )
     console = Console(stderr=True)
-    checkpoints = None if config.checkpoint is None else Checkpoints(out / "checkpoints", config.checkpoint.keep)
+    checkpoints = None
+    if config.checkpoint is not None:
+        checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     if checkpoints is not None and config.checkpoint.resume == "auto" and checkpoints.resume(engine) and ranks.is_first:
         console.print(f"going on after step {engine.steps_done} of {config.steps}")
     trackers, metrics, begun = [], {}, engine.steps_done
@@ -106,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
             if checkpoints is not None and engine.steps_done % config.checkpoint.every == 0:
                 checkpoints.save(engine)
             progress.advance(task)
+    if checkpoints is not None:
+        checkpoints.wait()
     engine.save(out / "final")
     if config.lora is not None:
         engine.save(out / "adapter", adapter=True)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from cp_engine.config import OptimizerConfig
 from cp_engine.distributed.gradients import clip_gradients
@@ -57,12 +59,17 @@ class DistributedModel(ABC):
         """A parameter or buffer of ``tree.causal_lm`` as a whole, in the dtype that the model computes with."""
 
     @abstractmethod
-    def save_state(self, folder: Path) -> None:
-        """Write trained weights and optimizer states: one format, whatever the engine and the number of ranks."""
+    def checkpoint_state(self, copies: bool) -> dict[str, torch.Tensor]:
+        """Trained weights and optimizer states, in one format whatever the engine and the number of ranks.
+
+        Args:
+            copies: in host memory, where no later step changes them, with every whole tensor on one rank only. Else
+                they may be the tensors that the next step updates.
+        """
 
     @abstractmethod
     def load_state(self, folder: Path) -> None:
-        """Read what `save_state` wrote."""
+        """Read what `save_tensors` wrote of a `checkpoint_state`."""
 
 
 def make_optimizer(parameters, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
@@ -117,9 +124,17 @@ class TorchModel(DistributedModel):
         for parameter in self.updated.values():
             parameter.grad = None
 
-    def save_state(self, folder):
+    def checkpoint_state(self, copies):
         self._begin_moments()
-        save_tensors(dict(self._state()), folder, self.ranks)
+        state = dict(self._state())
+        if not copies:
+            return state
+        # Ranks share the copying of what each holds whole, as they share the writing.
+        return {
+            name: tensor.detach().to("cpu", copy=True)
+            for index, (name, tensor) in enumerate(state.items())
+            if isinstance(tensor, DTensor) or index % self.ranks.world == self.ranks.rank
+        }
 
     def load_state(self, folder):
         self._begin_moments()
@@ -148,9 +163,15 @@ def empty_moments(optimizer: torch.optim.Optimizer, updated: torch.Tensor) -> di
     return {"step": torch.zeros(()), **{key: torch.zeros_like(updated.detach()) for key in MOMENTS}}
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
-    """Write tensors, whole or sharded, each once; ranks may hold different ones."""
-    dcp.save(tensors, checkpoint_id=folder, no_dist=ranks.group is None)
+def save_tensors(
+    tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write tensors, whole or sharded, each once; ranks may hold different ones.
+
+    Args:
+        group: of all ranks, for what they tell one another about it; None for the group of the run.
+    """
+    dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=ranks.group is None)
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:

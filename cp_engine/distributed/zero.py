@@ -18,7 +18,6 @@ from cp_engine.distributed.model import (
     empty_moments,
     load_tensors,
     make_optimizer,
-    save_tensors,
     set_lr,
 )
 from cp_engine.distributed.ranks import Ranks
@@ -139,8 +138,10 @@ class ZeroModel(DistributedModel):
         with self.zero.GatheredParameters([tensor] if isinstance(tensor, nn.Parameter) else []):
             return tensor.detach().clone()
 
-    def save_state(self, folder):
-        # Each rank keeps every world-th parameter, so memory and writing are spread; gathering is collective.
+    def checkpoint_state(self, copies):
+        # Always copies: each rank keeps every world-th parameter, so memory and writing are spread; gathering is
+        # collective.
+        self._begin_moments()
         kept = {}
         for index, (name, parameter) in enumerate(self.trained.items()):
             whole = {f"weight.{name}": self._full_master(parameter)}
@@ -150,13 +151,10 @@ class ZeroModel(DistributedModel):
                 kept |= {key: tensor.detach().cpu().clone() for key, tensor in whole.items()}
                 if self._has_moments:
                     kept[f"step.{name}"] = self._step_count()
-        save_tensors(kept, folder, self.ranks)
+        return kept
 
     def load_state(self, folder):
-        for updated in self._updated():
-            self.optimizer.state[updated] |= empty_moments(self.optimizer, updated)
-        if self.stage in (1, 2):
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # what its first step does
+        self._begin_moments()
         for name, parameter in self.trained.items():
             shape = getattr(parameter, "ds_shape", parameter.shape)
             whole = {"weight": torch.empty(shape)}
@@ -167,6 +165,15 @@ class ZeroModel(DistributedModel):
             for state in self.optimizer.state.values():
                 if "step" in state:
                     state["step"].copy_(whole["step"])
+
+    def _begin_moments(self) -> None:
+        """Give tensors that no step has updated yet, such as after skipped steps, what the first one would."""
+        for updated in self._updated():
+            state = self.optimizer.state[updated]
+            if not state:
+                state |= empty_moments(self.optimizer, updated)
+        if self.stage in (1, 2):
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # what its first step does
 
     def _updated(self) -> list[torch.Tensor]:
         """The tensors that the optimizer updates: parameters, or this rank's flat parts of their masters."""

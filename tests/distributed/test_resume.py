@@ -34,7 +34,7 @@ def test_training_goes_on_with_the_same_rollouts_schedule_and_loss(tmp_path):
     whole = train(tmp_path, "whole")
     assert len({step["tree_tokens"] for step in whole}) > 1
     # A run whose later steps were lost: its checkpoint is that of step 2.
-    train(tmp_path, "cut", "--cp", 2, "engine.name=fsdp2", "checkpoint.every=2")
+    train(tmp_path, "cut", "--cp", 2, "engine.name=fsdp2", "checkpoint.asynchronous=true")
     checkpoints = tmp_path / "cut" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000004"]
     (checkpoints / "step-00000004").rename(checkpoints / ".step-00000004.partial")

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from cp_engine import checkpoint
 from cp_engine.checkpoint import Checkpoints
 from cp_engine.engine import Engine
 from cp_engine.models.load import load_model
@@ -107,10 +108,10 @@ def test_a_failed_write_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, 2)
     checkpoints.save(engine)
 
-    def full_disk(folder):
+    def full_disk(*given):
         raise OSError("no space left")
 
-    monkeypatch.setattr(engine.distributed, "save_state", full_disk)
+    monkeypatch.setattr(checkpoint, "save_tensors", full_disk)
     engine.steps_done = 1
     with pytest.raises(OSError, match="no space left"):
         checkpoints.save(engine)

@@ -65,12 +65,14 @@ ADAM = {"dtype": "float32", "optimizer": {"lr": 1e-3}}
 
 
 def first_part(stage: int, place):
-    """Two AdamW steps and a checkpoint; then a third step's loss, and the weights after it."""
-    engine, checkpoints = _adam_engine(stage), Checkpoints(place, 1)
+    """Two AdamW steps and a checkpoint; then, while it is written, a third step's loss, and the weights after it."""
+    engine, checkpoints = _adam_engine(stage), Checkpoints(place, 1, asynchronous=True)
     for _ in range(2):
         engine.train_step(sample())
     checkpoints.save(engine)
-    return engine.train_step(sample())["loss"], weights_of(engine)
+    found = engine.train_step(sample())["loss"], weights_of(engine)
+    checkpoints.wait()
+    return found
 
 
 def second_part(stage: int, place):
@@ -123,6 +125,26 @@ def lost_step(stage: int):
 @pytest.mark.parametrize("stage", range(4))
 def test_a_gradient_that_is_not_finite_is_skipped(stage):
     assert run_ranks(1, lost_step, stage) == [(True, 0.0, False)]
+
+
+def saved_after_a_lost_step(stage: int, place):
+    """The third of: a checkpoint after a skipped step alone, an engine that goes on from it, and its next loss."""
+    sections = ADAM | {"engine": zero(stage), "optimizer": {"on_nonfinite": "skip"}}
+    engine, other = (Engine(tiny_config(sections), this_rank()) for _ in range(2))
+    real = engine.distributed.backward
+    engine.distributed.backward = lambda loss, last: real(loss * float("inf"), last)
+    assert engine.train_step(sample())["skipped"]
+    engine.distributed.backward = real
+    Checkpoints(place, 1).save(engine)
+    assert Checkpoints(place, 1).resume(other) and other.steps_done == 1
+    losses = [each.train_step(sample())["loss"] for each in (engine, other)]
+    return losses, largest_error(weights_of(other), weights_of(engine))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_checkpoint_after_a_skipped_step_alone_can_be_read(stage, tmp_path):
+    ((one, other), apart) = run_ranks(1, saved_after_a_lost_step, stage, tmp_path)[0]
+    assert one == other and apart == 0.0
 
 
 BF16 = {"model": {"path": "tiny-qwen3", "vocab_size": 36}, "dtype": "bfloat16", "optimizer": {"lr": 1e-4}}
