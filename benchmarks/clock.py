@@ -15,6 +15,9 @@ FEWEST, ENOUGH_MS = 3, 1000  # a call so slow that this much time is timed alrea
 # A GPU that was idle, while the host compiled or planned, needs a while to reach its clock, and short calls scatter:
 # the same kernel read 1 to 10 % apart with one warm-up and 7 repeats.
 GPU_WARM_UP_MS, GPU_TIMED_MS = 100, 150
+# The device idles so long (about 3 ms) before the first call, so that the host has launched it by then: in a model the
+# host is ahead of the device, and what a call needs of the host before its first kernel is not seen.
+HEAD_START_CYCLES = 6_000_000
 
 
 def laps_ms(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
@@ -26,6 +29,7 @@ def laps_ms(calls: Sequence[Callable[[], object]], device: torch.device) -> list
             marks.append(time.perf_counter())
         return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    torch.cuda._sleep(HEAD_START_CYCLES)
     events[0].record()
     for call, event in zip(calls, events[1:], strict=True):
         call()

@@ -253,15 +253,13 @@ class _TreeAttention(torch.autograd.Function):
         in_tokens = isinstance(tables, (GatherTables, RingTables))
         ctx.save_for_backward(*((q, k, v, *results) if in_tokens else results[1:]))
         ctx.tables, ctx.transport, ctx.kv_heads = tables, transport, k.shape[1]
-        ctx.kernel_backward = partial(attention_backward, scale=scale, backend=backend, accumulate=True)
+        ctx.kernel_backward = partial(attention_backward, scale=scale, backend=backend)
         return results[0]
 
     @staticmethod
     def backward(ctx, dout):
         arguments = ctx.kernel_backward, ctx.saved_tensors, dout
         if isinstance(ctx.tables, GatherTables):
-            if not ctx.tables.moves.counts.any():  # nothing is added to the gradients of the one kernel call
-                arguments = partial(ctx.kernel_backward, accumulate=False), *arguments[1:]
             grads = gather_backward(*arguments, ctx.tables, ctx.transport)
         elif isinstance(ctx.tables, RingTables):
             grads = ring_backward(*arguments, ctx.tables, ctx.transport)

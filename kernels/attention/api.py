@@ -4,8 +4,8 @@ Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads (Hq a multiple o
 head ``h // (Hq // Hk)``. Equations and what counts as correct: `cp_engine.kernels.attention.reference`.
 
 A backend is a module with ``forward(q, k, v, intervals, scale, accumulate)``, ``backward(q, k, v, out, lse, dout,
-intervals, scale, accumulate)`` and ``prepare(step, q, kv_heads, intervals)``. It is imported when it is first asked
-for.
+intervals, scale, accumulate_q, accumulate_kv)`` and ``prepare(step, q, kv_heads, intervals)``. It is imported when it
+is first asked for.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def attention_backward(
     *,
     scale: float,
     backend: str = "reference",
-    accumulate: bool = False,
+    accumulate_q: bool = False,
+    accumulate_kv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attention` with respect to q, k and v.
 
@@ -80,10 +81,11 @@ def attention_backward(
     Args:
         out, dout: [Nq, Hq, D] of q's dtype.
         lse: [Nq, Hq] in the accumulation dtype.
-        accumulate: return the gradients in the accumulation dtype, for callers that add several of them.
+        accumulate_q: return dq in the accumulation dtype, for callers that split a row's keys over several calls.
+        accumulate_kv: the same of dk and dv, for callers whose keys are seen by the rows of several calls.
 
     Returns:
-        dq, dk, dv shaped like q, k, v and in their dtype unless ``accumulate``.
+        dq, dk, dv shaped like q, k, v and in their dtype unless accumulated.
 
     Raises:
         ValueError: as `attention`.
@@ -95,7 +97,7 @@ def attention_backward(
             raise ValueError(f"{name} must be like q, {_told(q)}; got {_told(x)}")
     if lse.shape != q.shape[:2] or lse.dtype != accumulation_dtype(q.dtype):
         raise ValueError(f"lse must be {accumulation_dtype(q.dtype)} {list(q.shape[:2])}; got {_told(lse)}")
-    return module.backward(q, k, v, out, lse, dout, intervals, scale, accumulate)
+    return module.backward(q, k, v, out, lse, dout, intervals, scale, accumulate_q, accumulate_kv)
 
 
 def prepare(

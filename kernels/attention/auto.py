@@ -42,11 +42,12 @@ def backward(
     dout: torch.Tensor,
     intervals: Intervals,
     scale: float,
-    accumulate: bool,
+    accumulate_q: bool,
+    accumulate_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     name = choose("backward", q, intervals)
-    return MODULES[name].backward(q, k, v, out, lse, dout, intervals, scale, accumulate)
+    return MODULES[name].backward(q, k, v, out, lse, dout, intervals, scale, accumulate_q, accumulate_kv)
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

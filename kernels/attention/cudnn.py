@@ -3,9 +3,9 @@
 Its mask is a union of key intervals for each query row, which is what `Intervals` are. The mask plan is made once for a
 pack and used by all its layers, forward and backward. The number of intervals of a row is data to its kernels.
 
-dk and dv come back in the inputs' dtype: its float32 accumulators are not handed out, so ``accumulate`` widens values
-that were rounded once. Backward adds dq by atomics, in a fixed order when PyTorch's deterministic algorithms are on
-(`torch.use_deterministic_algorithms`).
+dk and dv come back in the inputs' dtype: its float32 accumulators are not handed out, so ``accumulate_kv`` widens
+values that were rounded once. Backward adds dq by atomics, in a fixed order when PyTorch's deterministic algorithms are
+on (`torch.use_deterministic_algorithms`).
 
 Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size, M intervals of a row.
 """
@@ -70,14 +70,15 @@ def backward(
     dout: torch.Tensor,
     intervals: Intervals,
     scale: float,
-    accumulate: bool,
+    accumulate_q: bool,
+    accumulate_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     plan = _plan(q, k, intervals)
-    dtype = torch.float32 if accumulate else q.dtype
+    dtypes = [torch.float32 if wide else q.dtype for wide in (accumulate_q, accumulate_kv, accumulate_kv)]
     if plan is None:
-        return tuple(torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+        return tuple(torch.zeros_like(x, dtype=dtype) for x, dtype in zip((q, k, v), dtypes, strict=True))
     from cudnn.flex_attention.execution import _flex_attention_backward
 
     result = _flex_attention_backward(
@@ -87,7 +88,8 @@ def backward(
         softmax_scale=scale,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return tuple(result[name][0].to(dtype) for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
+    names = "dq_tensor", "dk_tensor", "dv_tensor"
+    return tuple(result[name][0].to(dtype) for name, dtype in zip(names, dtypes, strict=True))
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

@@ -81,7 +81,8 @@ def backward(
     dout: torch.Tensor,
     intervals: Intervals,
     scale: float,
-    accumulate: bool,
+    accumulate_q: bool,
+    accumulate_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     _check(q, intervals)
@@ -97,7 +98,8 @@ def backward(
         for total, part in zip((dk, dv), key_grads, strict=True):
             for taken, keys in call.sums:
                 _add(total, keys, part[taken])
-    return (dq, dk, dv) if accumulate else tuple(x.to(q.dtype) for x in (dq, dk, dv))
+    wanted = zip((dq, dk, dv), (accumulate_q, accumulate_kv, accumulate_kv), strict=True)
+    return tuple(x if wide else x.to(q.dtype) for x, wide in wanted)
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

@@ -74,7 +74,8 @@ def backward(
     dout: torch.Tensor,
     intervals: Intervals,
     scale: float,
-    accumulate: bool,
+    accumulate_q: bool,
+    accumulate_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     kv_heads, share = k.shape[1], q.shape[1] // k.shape[1]
@@ -94,7 +95,8 @@ def backward(
         dq[:, rows] = torch.bmm(ds, block_k)
         block.add_to(dk, torch.bmm(ds.mT, block_q))
     shaped = _token_major(dq.mul_(scale), q.shape), _token_major(dk, k.shape), _token_major(dv, v.shape)
-    return shaped if accumulate else tuple(x.to(q.dtype) for x in shaped)
+    wanted = zip(shaped, (accumulate_q, accumulate_kv, accumulate_kv), strict=True)
+    return tuple(x if wide else x.to(q.dtype) for x, wide in wanted)
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

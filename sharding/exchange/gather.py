@@ -9,7 +9,7 @@ A rank that sees no remote row computes all heads in one call, whatever its peer
 
 The kernel comes in as two callables (this package imports no kernels):
 ``kernel(q, k, v, intervals, accumulate=...) -> out, lse`` and
-``kernel_backward(q, k, v, out, lse, dout, intervals) -> dq, dk, dv`` in the accumulation dtype.
+``kernel_backward(q, k, v, out, lse, dout, intervals, accumulate_kv=...) -> dq, dk, dv``.
 
 Shapes: P ranks, n local rows, K_in rows received, K gathered key rows, Hq query heads, Hk kv heads, hq and hk those of
 a group, D head size.
@@ -169,16 +169,23 @@ def gather_forward(
 
 
 def gather_backward(
-    kernel_backward, saved, dout: torch.Tensor, tables: GatherTables, transport: Transport | None
+    kernel_backward,
+    saved,
+    dout: torch.Tensor,
+    tables: GatherTables,
+    transport: Transport | None,
+    accumulate_kv: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """dq [n, Hq, D] in q's dtype or the accumulation dtype, dk, dv [n, Hk, D] in the accumulation dtype;
-    where nothing moves, all as the kernel returns them.
+    """dq [n, Hq, D] in q's dtype, since one call sees all keys of a row; dk, dv [n, Hk, D].
 
     Gradients of fetched rows go home in the accumulation dtype and are added to the local part, peers in rank order.
+
+    Args:
+        accumulate_kv: return dk and dv in the accumulation dtype also where nothing moves.
     """
     q, k, v, out, lse = saved
     if not tables.moves.counts.any():
-        return kernel_backward(q, k, v, out, lse, dout, tables.intervals)
+        return kernel_backward(q, k, v, out, lse, dout, tables.intervals, accumulate_kv=accumulate_kv)
     groups = _groups(tables, q, k)
     accumulation = accumulation_dtype(k.dtype)
     home_parts = _parts(tables.moves.back, k, groups)
@@ -186,7 +193,8 @@ def gather_backward(
     fetch = _Fetch(k, v, tables, groups, transport)
     home = transport.open(home_parts, accumulation, k.device)
     fetches = tables.moves.rows_in > 0
-    dq, dk, dv = torch.empty_like(q), *(torch.empty_like(x, dtype=accumulation) for x in (k, v))
+    dq = torch.empty_like(q) if fetches and len(groups) > 1 else None
+    dk, dv = (torch.empty_like(x, dtype=accumulation) for x in (k, v))
     for total in (dk, dv):
         total[len(tables.local_keys) :] = 0  # a padding row is nobody's key
     returning: list[Arrival] = []
@@ -198,9 +206,13 @@ def gather_backward(
         packed = home.outgoing(index)
         if fetches:
             part_q, part_out, part_lse, part_dout = (x[:, group.query] for x in (q, out, lse, dout))
-            dq[:, group.query], *part_kv = kernel_backward(
-                part_q, keys, values, part_out, part_lse, part_dout, tables.intervals
+            part_dq, *part_kv = kernel_backward(
+                part_q, keys, values, part_out, part_lse, part_dout, tables.intervals, accumulate_kv=True
             )
+            if len(groups) == 1:
+                dq = part_dq
+            else:
+                dq[:, group.query] = part_dq
             for place, part in enumerate(part_kv):
                 take_rows(part, tables.remote_keys, packed[:, place])
         returning.append(home.start(index))
@@ -212,7 +224,7 @@ def gather_backward(
     if fetches:
         add_home(dk, dv, tables, groups[-1], returning[-1])
         return dq, dk, dv
-    dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals)
+    dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals, accumulate_kv=True)
     fetch.finish()
     for group, arrival in zip(groups, returning, strict=True):
         add_home(dk, dv, tables, group, arrival)

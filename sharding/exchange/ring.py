@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def ring_forward(
         transport.reserve(_home_parts(rounds, k), accumulation_dtype(k.dtype))
         start = _start_keys(k, v, rounds, transport)
         pending = start(0)
-    out, lse = kernel(q, k, v, tables.intervals[tables.rank], accumulate=True)
+    out, lse = kernel(q, k, v, tables.intervals[tables.rank], accumulate=bool(rounds))
     for index, each in enumerate(rounds):
         remote = pending.wait()
         pending = start(index + 1)
@@ -89,13 +89,14 @@ def ring_forward(
 def ring_backward(
     kernel_backward, saved, dout: torch.Tensor, tables: RingTables, transport: Transport | None
 ) -> tuple[torch.Tensor, ...]:
-    """dq [n, Hq, D], dk, dv [n, Hk, D] in the accumulation dtype.
+    """dq [n, Hq, D], dk, dv [n, Hk, D], in the accumulation dtype where there are rounds.
 
     Every round uses the final out and lse. Gradients of remote rows go home in the accumulation dtype and are added in
     a fixed order: the rank's own first, then those of ranks r + 1, r + 2, .. (mod P), as the rounds bring them.
     """
     q, k, v, out, lse = saved
     rounds, accumulation = tables.rounds, accumulation_dtype(k.dtype)
+    kernel_backward = partial(kernel_backward, accumulate_q=bool(rounds), accumulate_kv=bool(rounds))
     if rounds:
         transport.reserve(_home_parts(rounds, k), accumulation)
         start = _start_keys(k, v, rounds, transport)

@@ -74,7 +74,8 @@ def ulysses_backward(
     """dq [n, Hq, D], dk, dv [n, Hk, D]; a repeated kv head gets the sum over its copies, in the accumulation dtype."""
     q, k, v, out, lse = saved
     (shard_dout,) = tokens_to_heads((dout,), tables.shards, transport)
-    grads = kernel_backward(q, k, v, out, lse, shard_dout, tables.intervals)
+    repeated = _copies(k, kv_heads, tables.shards) > 1
+    grads = kernel_backward(q, k, v, out, lse, shard_dout, tables.intervals, accumulate_kv=repeated)
     return _bring_home(grads, q.dtype, kv_heads, tables.shards, transport)
 
 
@@ -93,7 +94,8 @@ def ulysses_gather_backward(
 ) -> tuple[torch.Tensor, ...]:
     """As `ulysses_backward`."""
     (shard_dout,) = tokens_to_heads((dout,), tables.shards, transport)
-    grads = gather_backward(kernel_backward, saved, shard_dout, tables.gather, transport)
+    repeated = _copies(saved[1], kv_heads, tables.shards) > 1
+    grads = gather_backward(kernel_backward, saved, shard_dout, tables.gather, transport, accumulate_kv=repeated)
     return _bring_home(grads, dout.dtype, kv_heads, tables.shards, transport)
 
 
@@ -106,13 +108,18 @@ def _shard(q, k, v, shards: HeadShards, transport: Transport | None) -> tuple[to
 
 def _bring_home(grads, dtype: torch.dtype, kv_heads: int, shards: HeadShards, transport: Transport | None):
     dq, dk, dv = grads
-    copies = dk.shape[1] * shards.team // kv_heads
+    copies = _copies(dk, kv_heads, shards)
     if copies == 1:
         # Nothing is added to these: rounded before the move they are the same, and half as many bytes.
         return heads_to_tokens((dq.to(dtype), dk.to(dtype), dv.to(dtype)), shards, transport)
     (dq,) = heads_to_tokens((dq.to(dtype),), shards, transport)
     dk, dv = heads_to_tokens((dk, dv), shards, transport)
     return dq, dk.unflatten(1, (kv_heads, copies)).sum(2), dv.unflatten(1, (kv_heads, copies)).sum(2)
+
+
+def _copies(shard_k: torch.Tensor, kv_heads: int, shards: HeadShards) -> int:
+    """How many ranks of a team hold each kv head."""
+    return shard_k.shape[1] * shards.team // kv_heads
 
 
 def kv_repeats(query_heads: int, kv_heads: int, world: int) -> int:

@@ -37,7 +37,17 @@ def run(x: Tensors, keys: Tensors, intervals: Intervals, accumulate: bool = Fals
     with poisoned_memory():
         out, lse = attention(x.q, keys.k, keys.v, intervals, scale=x.scale, backend="triton")
         grads = attention_backward(
-            x.q, keys.k, keys.v, out, lse, x.dout, intervals, scale=x.scale, backend="triton", accumulate=accumulate
+            x.q,
+            keys.k,
+            keys.v,
+            out,
+            lse,
+            x.dout,
+            intervals,
+            scale=x.scale,
+            backend="triton",
+            accumulate_q=accumulate,
+            accumulate_kv=accumulate,
         )
     return dict(zip(NAMES, (out, lse, *grads), strict=True))
 

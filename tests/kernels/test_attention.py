@@ -30,7 +30,9 @@ def whole(forest) -> Intervals:
 
 def run_kernel(x, intervals, accumulate=False) -> dict[str, torch.Tensor]:
     out, lse = attention(x.q, x.k, x.v, intervals, scale=x.scale)
-    grads = attention_backward(x.q, x.k, x.v, out, lse, x.dout, intervals, scale=x.scale, accumulate=accumulate)
+    grads = attention_backward(
+        x.q, x.k, x.v, out, lse, x.dout, intervals, scale=x.scale, accumulate_q=accumulate, accumulate_kv=accumulate
+    )
     return dict(zip(NAMES, (out, lse, *grads), strict=True))
 
 

@@ -40,7 +40,17 @@ def run(x: Tensors, keys: Tensors, intervals: Intervals, backend: str = "fa4") -
     out, lse = attention(x.q, keys.k, keys.v, intervals, scale=x.scale, backend="reference")
     with poisoned_memory():
         grads = attention_backward(
-            x.q, keys.k, keys.v, out, lse, x.dout, intervals, scale=x.scale, backend=backend, accumulate=True
+            x.q,
+            keys.k,
+            keys.v,
+            out,
+            lse,
+            x.dout,
+            intervals,
+            scale=x.scale,
+            backend=backend,
+            accumulate_q=True,
+            accumulate_kv=True,
         )
     return dict(zip(NAMES, grads, strict=True))
 

@@ -68,7 +68,17 @@ def whole(forest: Forest, window: int | None = None) -> Intervals:
 def run(x: Tensors, intervals: Intervals, backend: str) -> dict[str, torch.Tensor]:
     out, lse = attention(x.q, x.k, x.v, intervals, scale=x.scale, backend=FORWARD.get(backend, backend))
     grads = attention_backward(
-        x.q, x.k, x.v, out, lse, x.dout, intervals, scale=x.scale, backend=backend, accumulate=True
+        x.q,
+        x.k,
+        x.v,
+        out,
+        lse,
+        x.dout,
+        intervals,
+        scale=x.scale,
+        backend=backend,
+        accumulate_q=True,
+        accumulate_kv=True,
     )
     return dict(zip(NAMES, (out, lse, *grads), strict=True))
 

@@ -49,7 +49,8 @@ def backward(
     dout: torch.Tensor,
     intervals: Intervals,
     scale: float,
-    accumulate: bool,
+    accumulate_q: bool,
+    accumulate_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     from cp_engine.kernels.attention.triton.backward_pass import backward as run
@@ -57,7 +58,7 @@ def backward(
 
     _check(q, scale)
     q, k, v, out, dout = (adjoining(x) for x in (q, k, v, out, dout))
-    return run(q, k, v, out, lse.contiguous(), dout, intervals, scale, accumulate)
+    return run(q, k, v, out, lse.contiguous(), dout, intervals, scale, accumulate_q, accumulate_kv)
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

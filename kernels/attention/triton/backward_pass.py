@@ -207,13 +207,13 @@ def backward(
     dout: torch.Tensor,
     intervals: Intervals,
     scale: float,
-    accumulate: bool,
+    accumulate_q: bool,
+    accumulate_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`; arguments are as `primitives.adjoining` says."""
     query_rows, query_heads, size = q.shape
     key_rows, kv_heads = k.shape[:2]
-    dtype = torch.float32 if accumulate else q.dtype
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = empty_gradients(q, k, v, accumulate_q, accumulate_kv)
     # Nobody sees the keys from key_end on.
     dk[intervals.key_end :].zero_()
     dv[intervals.key_end :].zero_()
@@ -249,6 +249,14 @@ def backward(
                 ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
             )  # fmt: skip
     return dq, dk, dv
+
+
+def empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, accumulate_q: bool, accumulate_kv: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised dq, dk, dv, those that are accumulated in float32."""
+    widened = (q, accumulate_q), (k, accumulate_kv), (v, accumulate_kv)
+    return tuple(torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x, wide in widened)
 
 
 def key_tiles(
