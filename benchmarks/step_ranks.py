@@ -67,6 +67,7 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
         "one_gpu_gib": one.peak_gib,
         "token_imbalance": several.metrics["token_imbalance"],
         "pair_imbalance": several.metrics["pair_imbalance"],
+        "exchange_wait_ms": round(several.metrics["exchange_wait_ms"], 2),
         "plan_wait_ms": round(several.metrics["plan_wait_ms"], 2),
         **{name: float(f"{error:.3g}") for name, error in found.items()},
         "right": right,

@@ -19,6 +19,7 @@ from cp_engine.models.hf_gdn import gdn_heads
 from cp_engine.models.hf_relay import gdn_runs
 from cp_engine.placement import PlacedPack
 from cp_engine.sharding.cost import ModelShape
+from cp_engine.sharding.exchange.waits import ExchangeWaits
 from cp_engine.sharding.layout import rank_pairs
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData
@@ -75,6 +76,7 @@ class StepMeter:
         self.total: list[tuple[int, int]] = []  # of each pack: tokens and pairs
         self.plan_seconds = self.plan_waited = 0.0
         self.exchanges: set[str] = set()
+        self.exchange_waits = ExchangeWaits()
         self.on_gpu = mesh.everyone.device.type == "cuda"
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(mesh.everyone.device)
@@ -114,8 +116,9 @@ class StepMeter:
         seconds = time.perf_counter() - started
         peak = torch.cuda.max_memory_allocated(self.mesh.everyone.device) if self.on_gpu else 0
         host_sums = self._over_ranks(torch.tensor(list(self.host_sums.values()), dtype=torch.float64)).tolist()
-        slowest = torch.tensor([seconds, self.plan_seconds, self.plan_waited, peak], dtype=torch.float64)
-        seconds, planning, waited, peak = self._over_ranks(slowest, dist.ReduceOp.MAX).tolist()
+        slowest = [seconds, self.plan_seconds, self.plan_waited, self.exchange_waits.seconds(), peak]
+        slowest = self._over_ranks(torch.tensor(slowest, dtype=torch.float64), dist.ReduceOp.MAX)
+        seconds, planning, waited, exchange_waited, peak = slowest.tolist()
         sums = dict(zip([*self.device_sums, *self.host_sums], [*device_sums, *host_sums], strict=True))
         occurrences = sums.pop("occurrences")
         parts = {name: sums[name] for name in sums if name.endswith("loss")}
@@ -139,6 +142,7 @@ class StepMeter:
             "pair_imbalance": float(imbalance[1]),
             "attention_bytes": int(sums["attention_bytes"]),
             "gdn_bytes": int(sums["gdn_bytes"]),
+            "exchange_wait_ms": 1000 * exchange_waited,
             "plan_ms": 1000 * planning,
             "plan_wait_ms": 1000 * waited,
             "peak_gib": peak / 2**30 if self.on_gpu else None,

@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from cp_engine.sharding.exchange.waits import aside, waiting
+
 
 class InFlight:
     """``work`` on a stream of its own, from where the caller's stream is now. Every rank must start its exchanges in
@@ -20,7 +22,7 @@ class InFlight:
             return
         stream = _side_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), aside():
             self._result = work()
             self._done = stream.record_event()
         # What the side stream still reads must not be handed to someone else.
@@ -32,7 +34,8 @@ class InFlight:
         if self._done is not None:
             results = self._result if isinstance(self._result, tuple) else (self._result,)
             device = results[0].device
-            torch.cuda.current_stream(device).wait_event(self._done)
+            with waiting(device):
+                torch.cuda.current_stream(device).wait_event(self._done)
             for x in results:
                 x.record_stream(torch.cuda.current_stream(device))
             self._done = None

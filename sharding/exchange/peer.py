@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from cp_engine.sharding.exchange.transport import Arrival, Part
+from cp_engine.sharding.exchange.waits import waiting
 
 ALIGNMENT = 512  # bytes: where parts begin
 SMALLEST_SLOT = 1 << 22
@@ -119,7 +120,8 @@ class PeerShipment:
         return self._block(self._rank, part, 0, rows)
 
     def publish(self) -> None:
-        self._memory.barrier(PUBLISHED, BARRIER_TIMEOUT_MS)
+        with waiting(self._device):
+            self._memory.barrier(PUBLISHED, BARRIER_TIMEOUT_MS)
         self._published = True
 
     def start(self, part: int, into: torch.Tensor | None = None) -> Arrival:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from cp_engine.sharding.exchange.waits import waiting
 from cp_engine.sharding.row_exchange import RowExchange
 
 
@@ -60,7 +61,9 @@ def all_to_all_rows(x: torch.Tensor, send_counts: list[int], recv_counts: list[i
     out = x.new_empty((sum(recv_counts), *x.shape[1:]))
     if group is None:
         return out.copy_(x)
-    dist.all_to_all_single(out, x.contiguous(), recv_counts, send_counts, group=group)
+    x = x.contiguous()
+    with waiting(x.device):
+        dist.all_to_all_single(out, x, recv_counts, send_counts, group=group)
     return out
 
 

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from cp_engine.sharding.exchange.waits import waiting
 from cp_engine.sharding.row_exchange import Moves
 
 _LOG = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class Arrival:
 
     def wait(self) -> torch.Tensor:
         """[rows_in, *row_shape], senders in rank order. Every arrival must be waited for."""
-        self._wait()
+        with waiting(self._received.device):
+            self._wait()
         self._kept = None
         return self._received
 
