@@ -1,6 +1,5 @@
 """`doctor` says what the kernels themselves say, on this machine and on made-up ones, and its exit code is right."""
 
-import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import torch
 from cp_engine import doctor
 from cp_engine.cli.doctor import operator_lines
 from cp_engine.kernels.attention import auto
+from cp_engine.kernels.shared import packages
 from tests.test_cli import command
 
 H200 = torch.device("cuda", 0)
@@ -21,7 +21,7 @@ def hopper(monkeypatch):
     absent: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else True)
+    monkeypatch.setattr(packages, "installed", lambda module: module not in absent)
     return absent
 
 

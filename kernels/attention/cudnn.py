@@ -12,14 +12,12 @@ Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size, M 
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.pieces import row_pieces
-from cp_engine.kernels.attention.ranges import expand
+from cp_engine.kernels.shared import packages
 
 PACKAGE = "nvidia-cudnn-frontend==1.32.0"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,7 +38,7 @@ def why_not(q: torch.Tensor) -> str | None:
         return f"needs a Hopper or Blackwell GPU; this is {torch.cuda.get_device_name(q.device)}. Use triton"
     if size != 256 and (size > MOST_HEAD_SIZE or size % 8):
         return f"needs a head size of 256, or a multiple of 8 up to {MOST_HEAD_SIZE}; got {size}. Use triton"
-    if importlib.util.find_spec("cudnn") is None or importlib.util.find_spec("cutlass") is None:
+    if not (packages.installed("cudnn") and packages.installed("cutlass")):
         return f"needs {PACKAGE} (pip install cp-engine[gpu])"
     return None
 
@@ -126,12 +124,7 @@ def interval_ends(intervals: Intervals) -> torch.Tensor:
 
     Ascending; f0 is 0, and unused intervals are empty ones at ``key_end``.
     """
-    pieces = row_pieces(intervals)
-    length = pieces.length
-    piece = np.repeat(np.arange(len(length)), length)
-    step = expand(np.zeros_like(length), length)
-    row = pieces.first[piece] + step
-    lo, hi = pieces.lo[piece] + pieces.lo_step[piece] * step, pieces.hi[piece] + pieces.hi_step[piece] * step
+    row, lo, hi = row_pieces(intervals).by_row()
     order = np.lexsort((lo, row))
     row, lo, hi = row[order], lo[order], hi[order]
     place = np.arange(len(row)) - np.searchsorted(row, row)

@@ -14,14 +14,13 @@ Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.rectangles import Call, call_list, calls_on_device
+from cp_engine.kernels.shared import packages
 from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
 PACKAGE = "flash-attn-4==4.0.0b36"
@@ -43,16 +42,10 @@ def why_not(q: torch.Tensor) -> str | None:
         return f"needs a Hopper GPU; this is {torch.cuda.get_device_name(q.device)}. Use cudnn or triton"
     if size > MOST_HEAD_SIZE or size % 8:
         return f"needs a head size that is a multiple of 8 up to {MOST_HEAD_SIZE}; got {size}. Use triton"
-    if not _installed():
+    # Another distribution, flash-attn, holds the same package without `cute`.
+    if not (packages.installed("flash_attn.cute") and packages.installed("cutlass")):
         return f"needs {PACKAGE} (pip install cp-engine[gpu])"
     return None
-
-
-@cache
-def _installed() -> bool:
-    # Another distribution, flash-attn, holds the same package without `cute`.
-    found = importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute")
-    return bool(found) and importlib.util.find_spec("cutlass") is not None
 
 
 def variable_length_backward() -> Callable:

@@ -5,12 +5,12 @@ Triton itself is imported at the first call, so that everything imports where it
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.shared import packages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_SIZES = (16, 256)
@@ -18,7 +18,7 @@ HEAD_SIZES = (16, 256)
 
 def why_not(q: torch.Tensor) -> str | None:
     """Why this backend cannot compute with rows like q, in the user's words; None when it can."""
-    if importlib.util.find_spec("triton") is None:
+    if not packages.installed("triton"):
         return "needs the package triton (pip install triton)"
     if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU, or TRITON_INTERPRET=1 before the start; q is on {q.device}"

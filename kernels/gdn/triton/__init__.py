@@ -9,7 +9,6 @@ Shapes: n rows, Hk key heads, H value heads, K and V head sizes, N chunks, Y ent
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from cp_engine.kernels.gdn import fla_stages
 from cp_engine.kernels.gdn.reference import Inputs
 from cp_engine.kernels.gdn.triton.chain_tables import ChainTables, chain_tables
+from cp_engine.kernels.shared import packages
 
 __all__ = [
     "ChainTables",
@@ -53,7 +53,7 @@ class Stages:
 def why_not(k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why this backend cannot compute with rows like k and v, in the user's words; None when it can."""
     for module, package in (("triton", "triton"), ("fla", "fla-core==" + fla_stages.VERSION)):
-        if importlib.util.find_spec(module) is None:
+        if not packages.installed(module):
             return f"needs the package {module} (pip install {package})"
     if v.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU, or TRITON_INTERPRET=1 before the start; v is on {v.device}"
