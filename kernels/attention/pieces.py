@@ -44,6 +44,15 @@ class Pieces:
         """Visible pairs of each piece."""
         return self.length * (self.hi - self.lo + self.last_hi - self.last_lo) // 2
 
+    def by_row(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row (int64), lower and upper end (int32, for they are many) of every row of every piece."""
+        step = expand(np.zeros_like(self.length), self.length).astype(np.int32)
+        lo, hi = (
+            np.repeat(first.astype(np.int32), self.length) + np.repeat(moves.astype(np.int32), self.length) * step
+            for first, moves in ((self.lo, self.lo_step), (self.hi, self.hi_step))
+        )
+        return expand(self.first, self.length), lo, hi
+
 
 def row_pieces(intervals: Intervals) -> Pieces:
     """Pieces of query rows over key rows: all spans by run, then all diagonals."""

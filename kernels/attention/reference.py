@@ -26,7 +26,7 @@ Inside, tensors are head-major: queries [Hk, Nq * g, D] with a row's g heads sid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -180,13 +180,10 @@ def _build_block(rows: slice, pieces: Pieces) -> Block:
     masked = slice(int(partial[0]), int(partial[-1]) + 1) if len(partial) else slice(0, 0)
     hidden = None
     if len(partial):
-        piece = np.repeat(np.arange(len(lo)), pieces.length)
-        step = expand(np.zeros_like(pieces.length), pieces.length)
-        row = pieces.first[piece] + step - rows.start
-        row_lo, row_hi = lo[piece] + pieces.lo_step[piece] * step, hi[piece] + pieces.hi_step[piece] * step
+        row, *ends = replace(pieces, first=pieces.first - rows.start, lo=lo, hi=hi).by_row()
         opens = np.zeros((rows.stop - rows.start, masked.stop - masked.start + 1), np.int8)
-        np.add.at(opens, (row, np.clip(row_lo, masked.start, masked.stop) - masked.start), 1)
-        np.add.at(opens, (row, np.clip(row_hi, masked.start, masked.stop) - masked.start), -1)
+        for end, sign in zip(ends, (1, -1), strict=True):
+            np.add.at(opens, (row, np.clip(end, masked.start, masked.stop) - masked.start), sign)
         seen = np.cumsum(opens[:, :-1], axis=1, dtype=np.int8) > 0
         hidden = torch.as_tensor(~seen[:, None])
     one = len(range_lo) == 1

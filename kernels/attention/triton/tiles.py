@@ -13,7 +13,7 @@ rows each).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -136,13 +136,8 @@ def _words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, res
     which, at = _meetings(base + pieces.lo, base + pieces.last_hi, border, walked)
     place = base[which] - border[at]
     met = pieces.take(which)
-    step = expand(np.zeros_like(met.length), met.length).astype(np.int32)
-
-    def by_row(first: np.ndarray, moves: np.ndarray) -> np.ndarray:
-        return np.repeat(first.astype(np.int32), met.length) + np.repeat(moves.astype(np.int32), met.length) * step
-
-    lo, hi = by_row(met.lo + place, met.lo_step), by_row(met.hi + place, met.hi_step)
-    slot = expand(at * (per_row * owned) + met.first - tile[which] * owned, met.length)
+    first_slot = at * (per_row * owned) + met.first - tile[which] * owned
+    slot, lo, hi = replace(met, first=first_slot, lo=met.lo + place, hi=met.hi + place).by_row()
     # The ranges that border tiles are for: a border tile may reach into a full one.
     part, at_part = _meetings(*rest, border, walked)
     part_lo, part_hi = rest[0][part] - border[at_part], rest[1][part] - border[at_part]
