@@ -45,6 +45,7 @@ PACKAGES = (
     "nvidia-cudnn-frontend",
     "flash-attn-4",
     "flash-linear-attention",
+    "liger_kernel",
 )
 RECOMPUTE = ("none", "layers", "layers_keep_mixers")
 ROOF_SIZE = 8192
@@ -225,6 +226,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of each kind")
     parser.add_argument("--engine", choices=ENGINES, default="plain")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="layers", help="memory.recompute, on both sides")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, SwiGLU and rotary, on both sides")
     parser.add_argument("--largest", action="store_true", help="search the largest number of rollouts; takes minutes")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real sets (holds tokens/)")
@@ -243,6 +245,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         pack_tokens=arguments.pack_tokens,
         replay=any(workload in SETS for workload in arguments.workloads),
         dtype=arguments.dtype,
+        liger=arguments.liger,
     )
 
 

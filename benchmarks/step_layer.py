@@ -23,6 +23,7 @@ from benchmarks.step_workloads import unshared, workload_rollouts
 from cp_engine.config import LossConfig, PackingConfig
 from cp_engine.flops import Work, training_flops
 from cp_engine.models.hf_attention import ATTENTION_NAME
+from cp_engine.models.liger import use_liger
 from cp_engine.models.load import prepare_for_trees
 from cp_engine.models.shape import model_shape
 from cp_engine.pack import PACK_KEYWORD, DevicePack, device_pack
@@ -108,10 +109,13 @@ def records(arguments: argparse.Namespace, device: torch.device) -> Iterator[dic
     dtype = getattr(torch, arguments.dtype)
     model = random_model(shape_config("qwen3-8b", 1), dtype, device)
     prepare_for_trees(model)
+    if arguments.liger:
+        use_liger(model, dtype, device)
     for workload in arguments.workloads:
         rollouts = workload_rollouts(workload, model.config.vocab_size, 1, arguments.limit_tokens, arguments.data)
         names = RIVALS if arguments.flat == "auto" else (arguments.flat,)
-        yield compare(model, "qwen3-8b, one layer", workload, rollouts, names, device)
+        title = "qwen3-8b, one layer" + (", Liger" if arguments.liger else "")
+        yield compare(model, title, workload, rollouts, names, device)
 
 
 def compare(model, title: str, workload: str, rollouts: list[Rollout], names, device: torch.device) -> dict:

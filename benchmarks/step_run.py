@@ -52,11 +52,13 @@ class Setup:
     pack_tokens: int | None = None  # tree tokens of a pack; None: the whole step
     replay: bool = False  # copy shared runs that are predicted cheaper as copies
     dtype: str = "bfloat16"
+    liger: bool = False  # `model.liger`
     draw_adapters: bool = True  # random numbers in place of the zeros that half of an adapter starts with
 
     @property
     def title(self) -> str:
-        return self.model if self.layers is None else f"{self.model}, {self.layers} layers"
+        of_layers = [] if self.layers is None else [f"{self.layers} layers"]
+        return ", ".join([self.model, *of_layers, *(["Liger"] if self.liger else [])])
 
     @property
     def weights(self) -> str:
@@ -67,7 +69,7 @@ class Setup:
         shape = SHAPES.get(self.model)
         return Config.model_validate(
             {
-                "model": {"path": self.model},
+                "model": {"path": self.model, "liger": self.liger},
                 "parallel": {"cp": cp},
                 "packing": {"max_pack_tokens": self.pack_tokens, "share_or_replay": self.replay},
                 "engine": ENGINES[self.engine],

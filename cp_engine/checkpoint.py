@@ -145,7 +145,7 @@ def _run(engine: Engine) -> dict:
     """What must not change between a checkpoint and the run that goes on from it, as JSON values."""
     config = engine.config
     lora = None if config.lora is None else config.lora.model_dump(mode="json")
-    model = config.model.model_dump(mode="json")
+    model = config.model.model_dump(mode="json", exclude={"liger"})
     return {"model": model, "lora": lora, "optimizer.name": config.optimizer.name, "seed": config.seed}
 
 

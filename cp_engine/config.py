@@ -26,6 +26,8 @@ class ModelConfig(_Section):
     """Vocabulary of a random preset; a folder brings its own."""
     seed: int = 0
     """Seed of a preset's random weights."""
+    liger: bool = False
+    """Norms, SwiGLU and rotary embeddings on Liger's kernels, which round differently; for GPUs (docs/engines.md)."""
 
 
 class DataConfig(_Section):

@@ -25,6 +25,7 @@ from cp_engine.layers.attention import Heads, kernel_intervals
 from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.losses.router_balance import RouterBalance
 from cp_engine.metrics import StepMeter, metered
+from cp_engine.models.liger import use_liger
 from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees, save_adapter, save_model
 from cp_engine.models.lora import add_lora
 from cp_engine.models.recompute import recompute_layers
@@ -87,6 +88,8 @@ class Engine:
                 "expert routers: leave it out"
             )
         prepare_for_trees(hf_model)
+        if config.model.liger:
+            use_liger(hf_model, self.dtype, self.ranks.device)
         if config.lora is not None:
             add_lora(hf_model, config.lora, config.seed)
         recompute_layers(hf_model, config.memory)
