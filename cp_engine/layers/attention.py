@@ -93,17 +93,17 @@ def attention_tables(
     """
     intervals = kernel_intervals(plan, device) if intervals is None else intervals
     world = len(plan.fetch.send_counts)
-    moves = Moves(rank, plan.between)
-    send_rows = torch.as_tensor(plan.fetch.send_rows, device=device)
-    if plan.gather is not None:
-        exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, intervals[0], head_groups)
-    elif plan.ring is not None:
-        exchange = RingTables(moves, send_rows, tuple(intervals))
-    elif plan.ulysses is not None:
+    if plan.ulysses is not None:
         order = plan.ulysses.order
         exchange = UlyssesTables(_head_shards(order, plan.rank_rows, rank, device), intervals[0])
-    else:
+    elif plan.ulysses_gather is not None:
         exchange = _ulysses_gather_tables(plan, rank, intervals[0], device, head_groups)
+    else:
+        moves, send_rows = Moves(rank, plan.between), torch.as_tensor(plan.fetch.send_rows, device=device)
+        if plan.ring is not None:
+            exchange = RingTables(moves, send_rows, tuple(intervals))
+        else:
+            exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, intervals[0], head_groups)
     return AttentionTables(world, exchange, transport)
 
 
