@@ -192,42 +192,43 @@ def gather_backward(
     transport.reserve(home_parts, accumulation)
     fetch = _Fetch(k, v, tables, groups, transport)
     home = transport.open(home_parts, accumulation, k.device)
-    fetches = tables.moves.rows_in > 0
-    dq = torch.empty_like(q) if fetches and len(groups) > 1 else None
-    dk, dv = (torch.empty_like(x, dtype=accumulation) for x in (k, v))
-    for total in (dk, dv):
-        total[len(tables.local_keys) :] = 0  # a padding row is nobody's key
     returning: list[Arrival] = []
     fetch.start(0)
+    if not tables.moves.rows_in:
+        for index in range(len(groups)):
+            fetch.start(index + 1)
+            home.outgoing(index)
+            returning.append(home.start(index))
+        dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals, accumulate_kv=True)
+        fetch.finish()
+        for group, arrival in zip(groups, returning, strict=True):
+            add_home(dk, dv, tables, group, arrival)
+        return dq, dk, dv
+    local = len(tables.local_keys)
+    dq = torch.empty_like(q) if len(groups) > 1 else None
+    dk, dv = (torch.empty_like(x, dtype=accumulation) for x in (k, v))
+    for total in (dk, dv):
+        total[local:] = 0  # a padding row is nobody's key
     for index, group in enumerate(groups):
-        if fetches:
-            keys, values = fetch.wait()
+        keys, values = fetch.wait()
         fetch.start(index + 1)
         packed = home.outgoing(index)
-        if fetches:
-            part_q, part_out, part_lse, part_dout = (x[:, group.query] for x in (q, out, lse, dout))
-            part_dq, *part_kv = kernel_backward(
-                part_q, keys, values, part_out, part_lse, part_dout, tables.intervals, accumulate_kv=True
-            )
-            if len(groups) == 1:
-                dq = part_dq
-            else:
-                dq[:, group.query] = part_dq
-            for place, part in enumerate(part_kv):
-                take_rows(part, tables.remote_keys, packed[:, place])
+        of_group = (x[:, group.query] for x in (out, lse, dout))
+        part_dq, *part_kv = kernel_backward(
+            q[:, group.query], keys, values, *of_group, tables.intervals, accumulate_kv=True
+        )
+        for place, part in enumerate(part_kv):
+            take_rows(part, tables.remote_keys, packed[:, place])
         returning.append(home.start(index))
-        if fetches:
-            for total, part in zip((dk, dv), part_kv, strict=True):
-                take_rows(part, tables.local_keys, total[: len(tables.local_keys), group.kv])
-            if index:
-                add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
-    if fetches:
-        add_home(dk, dv, tables, groups[-1], returning[-1])
-        return dq, dk, dv
-    dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals, accumulate_kv=True)
-    fetch.finish()
-    for group, arrival in zip(groups, returning, strict=True):
-        add_home(dk, dv, tables, group, arrival)
+        if dq is None:
+            dq = part_dq
+        else:
+            dq[:, group.query] = part_dq
+        for total, part in zip((dk, dv), part_kv, strict=True):
+            take_rows(part, tables.local_keys, total[:local, group.kv])
+        if index:
+            add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
+    add_home(dk, dv, tables, groups[-1], returning[-1])
     return dq, dk, dv
 
 
