@@ -104,7 +104,7 @@ def test_ranks_that_publish_wait_for_one_another():
         def barrier(self, channel, timeout_ms):
             time.sleep(DELAY_S)
 
-    shipment = peer.PeerShipment(0, Memory(), None, [], [], torch.float32, torch.device("cpu"))
+    shipment = peer.PeerShipment(0, Memory(), None, 1000, [], [], torch.float32, torch.device("cpu"))
     collected = ExchangeWaits()
     shipment.publish()
     assert DELAY_S <= collected.seconds() < 10 * DELAY_S

@@ -31,14 +31,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from cp_engine.sharding.exchange.in_flight import side_stream
 from cp_engine.sharding.exchange.transport import Arrival, Part
 from cp_engine.sharding.exchange.waits import waiting
 
 ALIGNMENT = 512  # bytes: where parts begin
 SMALLEST_SLOT = 1 << 22
 PUBLISHED, STARTED = 0, 1  # barrier channels of the compute and of the side stream
-# A rank that died leaves the others in a barrier on the device, which no watchdog of the process group sees.
-BARRIER_TIMEOUT_MS = 600_000
 
 
 class Memory(Protocol):
@@ -50,12 +49,9 @@ class Memory(Protocol):
 
 
 class SideStream(Protocol):
-    def submit(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run ``work`` beside the compute stream, after all that was asked of either so far.
+    """`CudaSideStream`, or a stand-in."""
 
-        Returns:
-            A function that makes the then current stream wait for it.
-        """
+    def submit(self, work: Callable[[], None]) -> Callable[[], None]: ...
 
 
 class PeerTransport:
@@ -63,13 +59,14 @@ class PeerTransport:
 
     Args:
         make_memory: collective; bytes -> memory of that size on each rank. It returns when no rank uses earlier memory.
+        timeout_ms: of barriers. A rank that died leaves the others in one, which no watchdog of the process group sees.
     """
 
     name = "peer"
 
-    def __init__(self, rank: int, make_memory: Callable[[int], Memory], side: SideStream):
+    def __init__(self, rank: int, make_memory: Callable[[int], Memory], side: SideStream, timeout_ms: int):
         self.rank = rank
-        self._make_memory, self._side = make_memory, side
+        self._make_memory, self._side, self._timeout_ms = make_memory, side, timeout_ms
         self._memory: Memory | None = None
         self._slot_bytes = 0  # a power of two
         self._opened = 0
@@ -87,7 +84,7 @@ class PeerTransport:
         slot = (self._opened % 2) * self._slot_bytes
         self._opened += 1
         starts = [(slot + offset) // dtype.itemsize for offset in _offsets(parts, dtype)]
-        return PeerShipment(self.rank, self._memory, self._side, parts, starts, dtype, device)
+        return PeerShipment(self.rank, self._memory, self._side, self._timeout_ms, parts, starts, dtype, device)
 
 
 def _offsets(parts: Sequence[Part], dtype: torch.dtype) -> list[int]:
@@ -105,12 +102,13 @@ class PeerShipment:
         rank: int,
         memory: Memory,
         side: SideStream,
+        timeout_ms: int,
         parts: Sequence[Part],
         starts: list[int],
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._rank, self._memory, self._side = rank, memory, side
+        self._rank, self._memory, self._side, self._timeout_ms = rank, memory, side, timeout_ms
         self._parts, self._starts = parts, starts
         self._dtype, self._device = dtype, device
         self._published = False
@@ -121,7 +119,7 @@ class PeerShipment:
 
     def publish(self) -> None:
         with waiting(self._device):
-            self._memory.barrier(PUBLISHED, BARRIER_TIMEOUT_MS)
+            self._memory.barrier(PUBLISHED, self._timeout_ms)
         self._published = True
 
     def start(self, part: int, into: torch.Tensor | None = None) -> Arrival:
@@ -132,7 +130,7 @@ class PeerShipment:
 
         def copy_blocks() -> None:
             if not self._published:
-                self._memory.barrier(STARTED, BARRIER_TIMEOUT_MS)
+                self._memory.barrier(STARTED, self._timeout_ms)
             for peer, there, here, rows in moves.blocks:
                 into[here : here + rows].copy_(self._block(peer, part, there, rows))
 
@@ -148,19 +146,9 @@ class PeerShipment:
         return self._memory.get_buffer(rank, (rows, *row_shape), self._dtype, start)
 
 
-class CudaSideStream:
-    """A stream of high priority: its short kernels take the next free place on a card that a long kernel fills."""
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    def submit(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            work()
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        return done.wait
+def group_timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How long the group's collectives on a device wait for a rank; torch tells it in no public way."""
+    return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
 
 
 def on_cuda(group: dist.ProcessGroup, device: torch.device) -> PeerTransport:
@@ -179,4 +167,4 @@ def on_cuda(group: dist.ProcessGroup, device: torch.device) -> PeerTransport:
         held.append(symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device))
         return symmetric_memory.rendezvous(held[0], group)
 
-    return PeerTransport(dist.get_rank(group), make_memory, CudaSideStream(device))
+    return PeerTransport(dist.get_rank(group), make_memory, side_stream(device), group_timeout_ms(group, device))

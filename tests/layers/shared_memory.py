@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cp_engine.sharding.exchange import transport as transports
-from cp_engine.sharding.exchange.peer import PeerTransport
+from cp_engine.sharding.exchange.peer import PeerTransport, group_timeout_ms
 
 PATIENCE_S = 60
 CHANNELS = 2
@@ -57,7 +57,7 @@ class SharedMemory:
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         self.counters[channel, self.rank] += 1
-        mine, deadline = self.counters[channel, self.rank], time.monotonic() + PATIENCE_S
+        mine, deadline = self.counters[channel, self.rank], time.monotonic() + timeout_ms / 1000
         while self.counters[channel].min() < mine:
             time.sleep(1e-4)
             assert time.monotonic() < deadline, "a rank did not come to the barrier"
@@ -110,6 +110,7 @@ def use_stand_in(group, kind: type[PeerTransport] = PoisoningTransport, delay_s:
         dist.barrier(group)
         return SharedMemory(nbytes, group, delay_s)
 
-    made = kind(dist.get_rank(group), make_memory, SideThread(delay_s))
+    timeout_ms = group_timeout_ms(group, torch.device("cpu"))
+    made = kind(dist.get_rank(group), make_memory, SideThread(delay_s), timeout_ms)
     transports._MADE.setdefault(group, {})["peer"] = made
     return made

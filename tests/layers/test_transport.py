@@ -1,6 +1,8 @@
 """How rows travel: the peer transport over a stand-in for symmetric memory, its protocol, and the choice of one."""
 
 import logging
+import time
+from datetime import timedelta
 from unittest import mock
 
 import numpy as np
@@ -100,6 +102,26 @@ class OneSlot(PoisoningTransport):
 def rank_without_barriers(case: Case) -> float:
     with mock.patch.object(SharedMemory, "barrier", lambda *arguments: None):
         return rank_chain_error(case)
+
+
+def rank_left_alone(timeout_s: float) -> float:
+    """Seconds until a barrier fails to which rank 1 does not come; 0 on that rank."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    made, device = use_stand_in(group), torch.device("cpu")
+    part = Part(Moves(dist.get_rank(), 1 - np.eye(2, dtype=np.int64)), (1,))
+    shipment = made.open([part], torch.float32, device)
+    if dist.get_rank():
+        time.sleep(timeout_s + 1)
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="a rank did not come to the barrier"):
+        shipment.publish()
+    return time.monotonic() - began
+
+
+def test_barriers_give_up_when_collectives_of_the_group_do():
+    waited, _ = run_ranks(2, rank_left_alone, 1.5)
+    assert 1.5 <= waited < 4
 
 
 def rank_without_waiting(case: Case) -> float:
