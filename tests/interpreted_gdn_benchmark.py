@@ -2,11 +2,15 @@
 
 import tests.kernels.interpreted  # isort: skip  # noqa: F401  # before anything that imports Triton
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import GridExecutor
 
 from benchmarks import gdn, gdn_check, gdn_rivals, gdn_stages, gdn_sweep, gdn_tuning
 from benchmarks.gdn_stages import STAGES
@@ -174,13 +178,43 @@ def test_sweep_checks_every_option_and_restores_ours():
     assert len({record["method"] for record in records}) == 3
 
 
-def test_what_is_compiled_ahead_runs(plain_rule, monkeypatch):
+@contextmanager
+def launches() -> Iterator[set[tuple]]:
+    """The kernels that run inside, each with the values it is compiled for."""
+    found, call = set(), GridExecutor.__call__
+
+    def record(self, *arguments, **named):
+        values = zip(self.arg_names, arguments, strict=False)
+        compiled = {name: value for name, value in (*values, *named.items()) if name in self.constexprs}
+        found.add((self.fn.__name__, *sorted(compiled.items())))
+        return call(self, *arguments, **named)
+
+    with mock.patch.object(GridExecutor, "__call__", record):
+        yield found
+
+
+def test_what_the_benchmarks_launch_is_compiled_ahead(plain_rule, monkeypatch):
     for module, name in ((launch, "WIDE_FROM"), (packing, "LEAST_SPARED")):
         monkeypatch.setattr(module, name, getattr(module, name))  # back to what they were after it
     options = HEADS_OF_TWO, "cpu", torch.float32
-    gdn_tuning.compile_kernels(1, *options)
-    gdn_tuning.compile_layer(1, *options)
-    gdn_tuning.compile_layer(gdn_tuning.SHARES, *options)
+    with launches() as compiled:
+        gdn_tuning.compile_kernels(1, *options)
+    with launches() as of_layer:
+        gdn_tuning.compile_layer(1, *options)
+        gdn_tuning.compile_layer(gdn_tuning.SHARES, *options)
+    problem = Problem.make(forest_of_segments(SEGMENTS), *options, 140)
+    launched = {}
+    for spared in (0.0, 2.0):
+        monkeypatch.setattr(packing, "LEAST_SPARED", spared)
+        with launches() as launched[spared]:
+            run = gdn_rivals.Ours(problem.forest, problem.inputs, problem.dout)
+            run.forward()
+            run.backward()
+        assert run.tables.packed == (spared == 0.0) and len(launched[spared]) > 5
+        assert launched[spared] <= compiled, launched[spared] - compiled
+    assert launched[0.0] - launched[2.0], "chunks of several fragments take kernels of their own"
+    only_ranks = {(name, *pair) for name, *pairs in of_layer - compiled for pair in pairs}
+    assert only_ranks >= {("_adjoint_kernel", "EXITS", True), ("_state_kernel", "KEEP", False)}
 
 
 def test_the_refusal_of_fla_is_lifted_for_the_time_of_a_measurement(monkeypatch):
