@@ -14,6 +14,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from cp_engine import checkpoint
 from cp_engine.checkpoint import Checkpoints
+from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
 from tests.distributed.test_weights import ADAM, largest_error, mesh, weights_of
@@ -33,13 +34,13 @@ def writer(wrapped):
         checkpoint.save_tensors = write
 
 
-def engine_on(sections: dict) -> Engine:
-    return Engine(tiny_config(ADAM | sections), this_rank())
+def engine_on(sections: dict, ranks: Ranks | None = None) -> Engine:
+    return Engine(tiny_config(ADAM | sections), ranks or this_rank())
 
 
-def saved_while_training(sections: dict, place, copies: bool = True):
+def saved_while_training(sections: dict, place, copies: bool = True, ranks: Ranks | None = None):
     """One checkpoint written at once, one while the weights change; without copies, one that sees them change."""
-    engine, go_on = engine_on(sections), threading.Event()
+    engine, go_on = engine_on(sections, ranks), threading.Event()
     engine.train_step(sample())
     Checkpoints(place / "at_once", 1).save(engine)
     if not copies:
@@ -87,6 +88,15 @@ def changed(place) -> list[str]:
 )
 def test_steps_while_it_is_written_do_not_change_it(world, sections, tmp_path):
     assert min(run_ranks(world, saved_while_training, sections, tmp_path)) > 1e-5
+    assert changed(tmp_path) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["plain", "fsdp2"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_on_a_gpu_do_not_change_it(engine, tmp_path):
+    ranks = Ranks(0, 1, None, torch.device("cuda", 0))
+    assert saved_while_training(mesh(1, 1, name=engine) | BFLOAT16, tmp_path, ranks=ranks) > 1e-5
     assert changed(tmp_path) == []
 
 
