@@ -212,7 +212,7 @@ def measure_layer(layer: Layer, truth: dict[str, torch.Tensor]) -> dict:
         "peak_gib": round(float(peak), 2),
         "stages": {
             "fwd": stage_table(layer.forward, device, RANK_STAGES),
-            "bwd": stage_table(layer.backward, device, RANK_STAGES),
+            "bwd": stage_table(layer.backward, device, RANK_STAGES, before=layer.forward),
         },
     }
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.clock import REPEATS, laps_ms
+from benchmarks.clock import REPEATS, laps_ms, wait
 
 # Where the stages look up what they call, by the name in the table.
 STAGES = {
@@ -102,12 +102,24 @@ def _watched(watch: _Watch, stages: dict[str, tuple[str, str]]) -> Iterator[None
             setattr(module, attribute, originals[name])
 
 
-def stage_table(call: Callable[[], object], device: torch.device, stages=STAGES) -> dict[str, list[float]]:
-    """[median ms, least ms by memory traffic] of each of ``stages`` inside ``call``, which has run before."""
+def stage_table(
+    call: Callable[[], object],
+    device: torch.device,
+    stages=STAGES,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """[median ms, least ms by memory traffic] of each of ``stages`` inside ``call``, which has run before.
+
+    Args:
+        before: runs ahead of every call and is not measured: the forward pass, whose graph a backward pass uses up.
+    """
     watch = _Watch(device)
     every: dict[str, list[float]] = defaultdict(list)
     with _watched(watch, stages):
         for _ in range(REPEATS):
+            before()
+            wait(device)
+            watch.taken()
             (total,) = laps_ms([call], device)
             sums, counts = watch.taken()
             for name, ms in sums.items():

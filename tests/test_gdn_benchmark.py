@@ -55,7 +55,7 @@ def rank_records(layouts: list[str], forgets: bool = False) -> list[dict]:
     module = gdn_ranks.layer_module(GdnHeads(2, 4, 16, 16), 32, torch.device("cpu"), torch.float32)
     with (
         mock.patch.multiple(attention_ranks, REPEATS=1, WARM_UPS=1),
-        mock.patch.object(gdn_stages, "REPEATS", 1),
+        mock.patch.object(gdn_stages, "REPEATS", 2),
         mock.patch.object(layer, "fold_entry_states", without_states if forgets else FOLD),
     ):
         records = gdn_ranks.run_workload("toy", toy, module, gdn_ranks.arguments_of(["--layouts", *layouts]))

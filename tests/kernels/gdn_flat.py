@@ -5,6 +5,10 @@ as far from float64 as its paths, each run alone, are from theirs: of every segm
 paths' error on it and the 99th percentile of their errors on segments about as long; the worst at most 1.25 x the
 paths' worst. An error is the root mean square over a segment's rows (or over a state), over that of the whole tensor.
 
+Each path is run twice: in chunks from its first token on, and cut where the tree's fragments begin, which is where the
+tree's chunks begin. What a token's chunk holds decides what is rounded, and in training alone it is left to the lengths
+before it: the last token of a full chunk gets its gradient through a rounded state as a short segment's token does.
+
 Shapes: n rows, F fragments, p paths.
 """
 
@@ -23,8 +27,12 @@ STATES = ("B", "A", "dentry")  # one item an exit or an entry; the others are ro
 SHORT = 16  # tokens; an error of few numbers is left to chance, so segments below are judged together
 
 
-def paths_alone(case: Case) -> tuple[Case, np.ndarray]:
-    """Every local root path (of a leaf, or of an exit) as a fragment of its own, and the fragments that they hold."""
+def paths_alone(case: Case, cut: bool) -> tuple[Case, np.ndarray]:
+    """Every local root path (of a leaf, or of an exit) as a sequence of its own, and the fragments that they hold.
+
+    Args:
+        cut: keep the fragments of a path, each the next one's parent; else a path is one fragment.
+    """
     plan = case.plan
     parent, start = plan.fragment_parent, plan.fragment_row
     leaf = ~np.isin(np.arange(plan.fragments), np.concatenate([parent, plan.exit_fragment]))
@@ -36,14 +44,20 @@ def paths_alone(case: Case) -> tuple[Case, np.ndarray]:
         paths.append(path[::-1])
     lengths, exits = np.diff(start), len(plan.exit_fragment)
     member = np.array([f for path in paths for f in path], np.int64)
+    pieces = [[[f] for f in path] if cut else [path] for path in paths]  # the fragments of each path's fragments
+    first = np.cumsum([0] + [len(each) for each in pieces])
+    above = np.arange(-1, first[-1] - 1)
+    above[first[:-1]] = -1
+    entry = np.full(first[-1], -1)
+    entry[first[:-1]] = [plan.fragment_entry[path[0]] for path in paths]
     flat = replace(
         plan,
-        fragment_row=np.cumsum([0] + [int(lengths[path].sum()) for path in paths]),
-        fragment_parent=np.full(len(paths), -1),
-        fragment_entry=np.array([plan.fragment_entry[path[0]] for path in paths], np.int64),
-        chain_fragment=np.arange(len(paths) + 1),
+        fragment_row=np.cumsum([0] + [int(lengths[piece].sum()) for each in pieces for piece in each]),
+        fragment_parent=above,
+        fragment_entry=entry,
+        chain_fragment=first,
         chain_level=np.zeros(len(paths), np.int64),
-        exit_fragment=np.arange(len(paths) - exits, len(paths)),
+        exit_fragment=first[len(paths) - exits + 1 :] - 1,
     )
     rows = [np.arange(start[f], start[f + 1]) for f in member.tolist()]
     row = torch.as_tensor(np.concatenate([*rows, np.zeros(int(not rows), np.int64)]), device=case.dout.device)
@@ -71,14 +85,14 @@ def item_errors(case: Case, got: list[torch.Tensor], member: np.ndarray, lengths
 
 
 def errors_alone(case: Case) -> dict[str, np.ndarray]:
-    """The largest error of each segment among the paths that hold it."""
-    flat, member = paths_alone(case)
-    errors = item_errors(flat, flat.run(flat.tables()), member, np.diff(case.plan.fragment_row))
-    for name, each in errors.items():
-        if name not in STATES:
-            errors[name] = np.zeros(case.plan.fragments)
-            np.maximum.at(errors[name], member, each)
-    return errors
+    """The largest error of each segment, and of each state, among both runs of the paths that hold it."""
+    largest: dict[str, np.ndarray] = {}
+    for cut in (False, True):
+        flat, member = paths_alone(case, cut)
+        for name, each in item_errors(flat, flat.run(flat.tables()), member, np.diff(case.plan.fragment_row)).items():
+            found = largest.setdefault(name, np.zeros(len(each) if name in STATES else case.plan.fragments))
+            np.maximum.at(found, np.arange(len(each)) if name in STATES else member, each)
+    return largest
 
 
 def with_short_together(errors: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -89,18 +103,27 @@ def with_short_together(errors: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.append(errors[~short], np.sqrt(np.average(errors[short] ** 2, weights=lengths[short])))
 
 
+def share_of_segments(errors: np.ndarray, floor: np.ndarray, lengths: np.ndarray) -> float:
+    """How much of their bounds the errors of segments use, beside those of the paths alone; above 1 one is wrong."""
+    kinds = np.round(np.log2(np.append(lengths[lengths >= SHORT], SHORT)))
+    errors, floor = (with_short_together(x, lengths) for x in (errors, floor))
+    return _share(errors, floor, kinds[: len(errors)])
+
+
+def _share(errors: np.ndarray, floor: np.ndarray, kind: np.ndarray) -> float:
+    usual = np.array([np.percentile(floor[kind == k], 99) for k in kind])
+    each = errors / np.maximum(SEGMENT * np.maximum(floor, usual), 1e-30)
+    return float(max(each.max(), errors.max() / max(WORST * floor.max(), 1e-30)))
+
+
 def share_of_bounds(case: Case, tables=None) -> dict[str, float]:
     """How much of its bound each result of the Triton backend uses; above 1 it is wrong."""
     lengths, used = np.diff(case.plan.fragment_row), {}
-    kinds = np.round(np.log2(np.append(lengths[lengths >= SHORT], SHORT)))
     alone = errors_alone(case)
     tree = item_errors(case, case.run(tables or case.tables()), np.arange(len(lengths)), lengths)
     for name, errors in tree.items():
-        floor, kind = alone[name], np.zeros(len(errors))
-        if name not in STATES:
-            errors, floor = (with_short_together(x, lengths) for x in (errors, floor))
-            kind = kinds[: len(errors)]
-        usual = np.array([np.percentile(floor[kind == k], 99) for k in kind])
-        each = errors / np.maximum(SEGMENT * np.maximum(floor, usual), 1e-30)
-        used[name] = float(max(each.max(), errors.max() / max(WORST * floor.max(), 1e-30)))
+        if name in STATES:
+            used[name] = _share(errors, alone[name], np.zeros(len(errors)))
+        else:
+            used[name] = share_of_segments(errors, alone[name], lengths)
     return used
