@@ -99,11 +99,11 @@ def attention_tables(
     elif plan.ulysses_gather is not None:
         exchange = _ulysses_gather_tables(plan, rank, intervals[0], device, head_groups)
     else:
-        moves, send_rows = Moves(rank, plan.between), torch.as_tensor(plan.fetch.send_rows, device=device)
+        moves, send_rows = Moves(rank, plan.between), plan.fetch.send_rows
         if plan.ring is not None:
-            exchange = RingTables(moves, send_rows, tuple(intervals))
+            exchange = RingTables(moves, torch.as_tensor(send_rows, device=device), tuple(intervals))
         else:
-            exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, intervals[0], head_groups)
+            exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, intervals[0], device, head_groups)
     return AttentionTables(world, exchange, transport)
 
 
@@ -123,12 +123,12 @@ def _ulysses_gather_tables(plan: AttentionPlan, rank: int, intervals, device, he
     shards = _head_shards(both.order, plan.rank_rows, rank, device)
     # A shard's rows move between the ranks that hold it, one in each team.
     counts = np.kron(both.team_between, np.eye(shards.team, dtype=np.int64))
-    send_rows = torch.as_tensor(both.fetch.send_rows, device=device)
-    gather = _gather_tables(both.gather, Moves(rank, counts), both.team_rows, send_rows, intervals, head_groups)
+    moves, send_rows = Moves(rank, counts), both.fetch.send_rows
+    gather = _gather_tables(both.gather, moves, both.team_rows, send_rows, intervals, device, head_groups)
     return UlyssesGatherTables(shards, gather)
 
 
-def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, send_rows, intervals, head_groups):
+def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, send_rows, intervals, device, head_groups):
     rows, order = gather.intervals.rows, gather.key_order
     remote = order >= rows
     local_keys, remote_keys = np.flatnonzero(~remote), np.empty(moves.rows_in, np.int64)
@@ -136,9 +136,10 @@ def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, sen
     remote_keys[order[remote] - rows] = np.flatnonzero(remote)
     # Received rows follow the local tokens; a padding row is no key.
     order = np.where(remote, order - rows + len(local_keys), order)
-    tables = (torch.as_tensor(table, device=send_rows.device) for table in (order, local_keys, remote_keys))
+    tables = (send_rows, *np.unique(send_rows, return_inverse=True), order, local_keys, remote_keys)
     most = int(owner_rows.max()), gather.most_pairs
-    return GatherTables(moves, *most, send_rows, *tables, intervals, head_groups)
+    on_device = (torch.as_tensor(table, device=device) for table in tables)
+    return GatherTables(moves, *most, *on_device, intervals, head_groups)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ def attention_backward(
         out, dout: [Nq, Hq, D] of q's dtype.
         lse: [Nq, Hq] in the accumulation dtype.
         accumulate_q: return dq in the accumulation dtype, for callers that split a row's keys over several calls.
-        accumulate_kv: the same of dk and dv, for callers whose keys are seen by the rows of several calls.
+        accumulate_kv: the same of dk and dv, for callers whose keys are seen by the rows of several calls. `cudnn`
+            gives them rounded to q's dtype all the same.
 
     Returns:
         dq, dk, dv shaped like q, k, v and in their dtype unless accumulated.

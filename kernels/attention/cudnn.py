@@ -3,8 +3,8 @@
 Its mask is a union of key intervals for each query row, which is what `Intervals` are. The mask plan is made once for a
 pack and used by all its layers, forward and backward. The number of intervals of a row is data to its kernels.
 
-dk and dv come back in the inputs' dtype: its float32 accumulators are not handed out, so ``accumulate_kv`` widens
-values that were rounded once. Backward adds dq by atomics, in a fixed order when PyTorch's deterministic algorithms are
+dk and dv come back in the inputs' dtype whatever ``accumulate_kv`` asks for: its float32 accumulators are not handed
+out. Backward adds dq by atomics, in a fixed order when PyTorch's deterministic algorithms are
 on (`torch.use_deterministic_algorithms`).
 
 Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size, M intervals of a row.
@@ -74,9 +74,9 @@ def backward(
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     plan = _plan(q, k, intervals)
-    dtypes = [torch.float32 if wide else q.dtype for wide in (accumulate_q, accumulate_kv, accumulate_kv)]
+    row_dtype = torch.float32 if accumulate_q else q.dtype
     if plan is None:
-        return tuple(torch.zeros_like(x, dtype=dtype) for x, dtype in zip((q, k, v), dtypes, strict=True))
+        return torch.zeros_like(q, dtype=row_dtype), torch.zeros_like(k), torch.zeros_like(v)
     from cudnn.flex_attention.execution import _flex_attention_backward
 
     result = _flex_attention_backward(
@@ -86,8 +86,8 @@ def backward(
         softmax_scale=scale,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    names = "dq_tensor", "dk_tensor", "dv_tensor"
-    return tuple(result[name][0].to(dtype) for name, dtype in zip(names, dtypes, strict=True))
+    dq, dk, dv = (result[name][0] for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
+    return dq.to(row_dtype), dk, dv
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

@@ -36,6 +36,8 @@ class GatherTables:
     most_rows: int  # rows of the rank, or team of `ulysses_gather`, that has most
     most_pairs: int  # visible pairs of the rank or team that has most
     send_rows: torch.Tensor  # int64 [sum(moves.send_counts)] local rows, receivers in rank order
+    sent: torch.Tensor  # int64 [S] the local rows that are sent to anyone, each once
+    place_sent: torch.Tensor  # int64 [sum(moves.send_counts)] place of each of ``send_rows`` in ``sent``
     key_order: torch.Tensor  # int64 [K] index of each key row in concat(local rows, received rows)
     local_keys: torch.Tensor  # int64 [n] key row of each local token; empty for a padding row
     remote_keys: torch.Tensor  # int64 [K_in] key row of each received row
@@ -176,7 +178,7 @@ def gather_backward(
     transport: Transport | None,
     accumulate_kv: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """dq [n, Hq, D] in q's dtype, since one call sees all keys of a row; dk, dv [n, Hk, D].
+    """dq [n, Hq, D] in q's dtype, since one call sees all keys of a row; dk, dv [n, Hk, D] in the kernel's dtype.
 
     Gradients of fetched rows go home in the accumulation dtype and are added to the local part, peers in rank order.
 
@@ -190,7 +192,7 @@ def gather_backward(
     accumulation = accumulation_dtype(k.dtype)
     home_parts = _parts(tables.moves.back, k, groups)
     transport.reserve(home_parts, accumulation)
-    fetch = _Fetch(k, v, tables, groups, transport)
+    fetch, local = _Fetch(k, v, tables, groups, transport), len(tables.local_keys)
     home = transport.open(home_parts, accumulation, k.device)
     returning: list[Arrival] = []
     fetch.start(0)
@@ -204,11 +206,8 @@ def gather_backward(
         for group, arrival in zip(groups, returning, strict=True):
             add_home(dk, dv, tables, group, arrival)
         return dq, dk, dv
-    local = len(tables.local_keys)
     dq = torch.empty_like(q) if len(groups) > 1 else None
-    dk, dv = (torch.empty_like(x, dtype=accumulation) for x in (k, v))
-    for total in (dk, dv):
-        total[local:] = 0  # a padding row is nobody's key
+    dk = dv = None
     for index, group in enumerate(groups):
         keys, values = fetch.wait()
         fetch.start(index + 1)
@@ -218,14 +217,17 @@ def gather_backward(
             q[:, group.query], keys, values, *of_group, tables.intervals, accumulate_kv=True
         )
         for place, part in enumerate(part_kv):
-            take_rows(part, tables.remote_keys, packed[:, place])
+            packed[:, place] = part[tables.remote_keys]
         returning.append(home.start(index))
         if dq is None:
             dq = part_dq
         else:
             dq[:, group.query] = part_dq
+        if dk is None:
+            dk, dv = (torch.empty_like(k, dtype=part.dtype) for part in part_kv)
         for total, part in zip((dk, dv), part_kv, strict=True):
             take_rows(part, tables.local_keys, total[:local, group.kv])
+            total[local:, group.kv] = 0  # a padding row is nobody's key
         if index:
             add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
     add_home(dk, dv, tables, groups[-1], returning[-1])
@@ -233,10 +235,13 @@ def gather_backward(
 
 
 def add_home(dk: torch.Tensor, dv: torch.Tensor, tables: GatherTables, group: _Group, arrival: Arrival) -> None:
-    """Add the gradients of a group that come home, peers in rank order."""
+    """Add the gradients of a group that come home, peers in rank order; sums are in the dtype of what comes."""
     home, counts = arrival.wait(), tables.moves.send_counts
-    for rows, part in zip(tables.send_rows.split(counts), home.split(counts), strict=True):
-        # No row occurs twice in a call, so the order of the sums is fixed on every device.
-        if len(rows):
-            dk[:, group.kv].index_add_(0, rows, part[:, 0])
-            dv[:, group.kv].index_add_(0, rows, part[:, 1])
+    if not len(home):
+        return
+    for total, grads in zip((dk, dv), home.unbind(1), strict=True):
+        sums = total[:, group.kv].index_select(0, tables.sent).to(home.dtype)
+        for places, part in zip(tables.place_sent.split(counts), grads.split(counts), strict=True):
+            # No row occurs twice in a call, so the order of the sums is fixed on every device.
+            sums.index_add_(0, places, part)
+        total[:, group.kv].index_copy_(0, tables.sent, sums.to(total.dtype))

@@ -103,6 +103,8 @@ def ring_backward(
         home = transport.open(_home_parts(rounds, k), accumulation, k.device)
         pending = start(0)
     dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals[tables.rank])
+    if rounds:
+        dk, dv = dk.to(accumulation), dv.to(accumulation)
     returning: list[Arrival] = []
     for index, each in enumerate(rounds):
         remote = pending.wait()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, gather_forward
-from cp_engine.sharding.exchange.rows import take_rows
+from cp_engine.sharding.exchange.rows import accumulation_dtype, take_rows
 from cp_engine.sharding.exchange.transport import Part, Shipment, Transport
 from cp_engine.sharding.row_exchange import Moves
 
@@ -113,7 +113,9 @@ def _bring_home(grads, dtype: torch.dtype, kv_heads: int, shards: HeadShards, tr
         # Nothing is added to these: rounded before the move they are the same, and half as many bytes.
         return heads_to_tokens((dq.to(dtype), dk.to(dtype), dv.to(dtype)), shards, transport)
     (dq,) = heads_to_tokens((dq.to(dtype),), shards, transport)
-    dk, dv = heads_to_tokens((dk, dv), shards, transport)
+    # Backends differ in what they accumulate in, and ranks may differ in their backends.
+    wide = accumulation_dtype(dtype)
+    dk, dv = heads_to_tokens((dk.to(wide), dv.to(wide)), shards, transport)
     return dq, dk.unflatten(1, (kv_heads, copies)).sum(2), dv.unflatten(1, (kv_heads, copies)).sum(2)
 
 
