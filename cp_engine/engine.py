@@ -20,7 +20,6 @@ from cp_engine.distributed.choose import distribute, load_device
 from cp_engine.distributed.full_weights import named_full_weights
 from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks, join_ranks
-from cp_engine.kernels.attention import Intervals
 from cp_engine.layers.attention import Heads, kernel_intervals
 from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.losses.router_balance import RouterBalance
@@ -30,9 +29,9 @@ from cp_engine.models.load import float32_parameters, load_model, prepare_for_tr
 from cp_engine.models.lora import add_lora
 from cp_engine.models.recompute import recompute_layers
 from cp_engine.models.routers import router_shape
-from cp_engine.models.shape import conv_width, model_shape
+from cp_engine.models.shape import attention_window, conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
-from cp_engine.pack import DevicePack, device_pack
+from cp_engine.pack import AttentionIntervals, DevicePack, device_pack
 from cp_engine.pack_budget import resolved_packing
 from cp_engine.placement import PlacedPack, place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
@@ -78,7 +77,7 @@ class Engine:
             seed=config.model.seed,
             device=load_device(config, self.ranks),
         )
-        self.conv_width = conv_width(hf_model.config)
+        self.conv_width, self.window = conv_width(hf_model.config), attention_window(hf_model.config)
         self.shape = model_shape(hf_model.config, self.dtype.itemsize)
         self.metered = metered(hf_model.config, config, self.shape, self.ranks.device)
         self.routers = router_shape(hf_model)
@@ -235,12 +234,15 @@ class Engine:
             )
         return prepare_step(rollouts, self.packing, loss, self.shape)
 
-    def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan, list[Intervals]]:
+    def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan, AttentionIntervals]:
         placed = place_pack(pack, self.config.parallel, self.shape)
         rank = self.mesh.context.rank
-        plan = plan_rank(placed, rank, self.config.parallel.gdn_exchange, self.conv_width)
+        plan = plan_rank(placed, rank, self.config.parallel.gdn_exchange, self.conv_width, self.window)
         heads = Heads(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim, self.dtype)
-        return placed, plan, kernel_intervals(plan.attention, self.ranks.device, heads)
+        full = kernel_intervals(plan.attention, self.ranks.device, heads)
+        if plan.window_attention is None:
+            return placed, plan, (full, None)
+        return placed, plan, (full, kernel_intervals(plan.window_attention, self.ranks.device, heads))
 
     def named_full_weights(self, adapter: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream whole weights, one tensor at a time, for a sampler or an export; every rank iterates to the end.

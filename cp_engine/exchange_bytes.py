@@ -29,9 +29,13 @@ class ExchangedSizes:
 
 def attention_bytes(plan: ShardPlan, sizes: ExchangedSizes) -> int:
     """Of all softmax-attention layers."""
-    shape = sizes.shape
-    moved = moved_bytes(plan.attention, plan.rank, shape.query_heads, shape.kv_heads, shape.head_dim, sizes.dtype)
-    return shape.attention_layers * (moved.forward_out + moved.backward_out)
+    shape, total = sizes.shape, 0
+    full_layers = shape.attention_layers - shape.window_layers
+    for attention, layers in ((plan.attention, full_layers), (plan.window_attention, shape.window_layers)):
+        if layers:
+            moved = moved_bytes(attention, plan.rank, shape.query_heads, shape.kv_heads, shape.head_dim, sizes.dtype)
+            total += layers * (moved.forward_out + moved.backward_out)
+    return total
 
 
 def gdn_bytes(plan: ShardPlan, sizes: ExchangedSizes) -> int:

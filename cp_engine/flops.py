@@ -19,6 +19,7 @@ class Work:
     tokens: int
     pairs: int  # visible (query, key) pairs, a token and itself included
     predictors: int  # rows that the language-model head is applied to
+    window_pairs: int = 0  # visible pairs in a layer with a sliding window
 
 
 def training_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool = False) -> int:
@@ -30,6 +31,7 @@ def training_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool 
     """
     products = shape.attention_products * shape.attention_layers + shape.gdn_products * shape.gdn_layers
     dense = 2 * (work.tokens * products + work.predictors * shape.hidden * vocab_size)
-    attention = 4 * work.pairs * shape.query_heads * shape.head_dim * shape.attention_layers
+    pairs = work.pairs * (shape.attention_layers - shape.window_layers) + work.window_pairs * shape.window_layers
+    attention = 4 * pairs * shape.query_heads * shape.head_dim
     recurrence = 6 * work.tokens * shape.gdn_value_heads * shape.gdn_head_dim**2 * shape.gdn_layers
     return (2 if frozen else 3) * dense + 3 * (attention + recurrence)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from cp_engine.distributed.mesh import Mesh
-from cp_engine.kernels.attention import Intervals
+from cp_engine.pack import AttentionIntervals
 from cp_engine.placement import PlacedPack
 from cp_engine.rollouts import Rollout
 from cp_engine.sharding.packing import Pack, deal_packs
@@ -23,7 +23,7 @@ class PlannedPack:
     pack: Pack
     placed: PlacedPack
     plan: ShardPlan
-    intervals: list[Intervals]  # of its attention plan, with the lists that kernels will want
+    intervals: AttentionIntervals  # with the lists that kernels will want
     seconds: float  # that planning took
     waited: float = 0.0  # seconds that the step waited for it
 
@@ -41,7 +41,7 @@ class Lookahead:
     def __init__(
         self,
         prepare: Callable[[Sequence[Rollout]], StepData],
-        plan: Callable[[Pack], tuple[PlacedPack, ShardPlan, list[Intervals]]],
+        plan: Callable[[Pack], tuple[PlacedPack, ShardPlan, AttentionIntervals]],
         mesh: Mesh,
     ):
         self._prepare, self._plan, self._mesh = prepare, plan, mesh

@@ -17,6 +17,7 @@ from cp_engine.flops import Work, training_flops
 from cp_engine.machines import peak_flops
 from cp_engine.models.hf_gdn import gdn_heads
 from cp_engine.models.hf_relay import gdn_runs
+from cp_engine.models.shape import attention_window
 from cp_engine.placement import PlacedPack
 from cp_engine.sharding.cost import ModelShape
 from cp_engine.sharding.exchange.waits import ExchangeWaits
@@ -24,6 +25,7 @@ from cp_engine.sharding.layout import rank_pairs
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData
 
+COUNTS = ("occurrences", "predictors", "window_pairs", "attention_bytes", "gdn_bytes")  # of the step, by each rank
 MEANS = ("entropy", "kl_ref", "kl_old", "clipped_high", "clipped_low")  # over the occurrences of the step
 
 
@@ -33,6 +35,7 @@ class Metered:
 
     sizes: ExchangedSizes
     vocab_size: int
+    window: int | None  # of layers with a sliding window; None for a model without such layers
     frozen: bool  # the model's own weights are not trained
     peak_flops: float | None  # of a rank's card; None where it is not known
 
@@ -56,6 +59,7 @@ def metered(hf_config, config: Config, shape: ModelShape, device: torch.device) 
     return Metered(
         sizes=sizes,
         vocab_size=hf_config.vocab_size,
+        window=attention_window(hf_config),
         frozen=config.lora is not None,
         peak_flops=peak_flops(name, config.dtype),
     )
@@ -71,7 +75,7 @@ class StepMeter:
     def __init__(self, step: StepData, mesh: Mesh, model: Metered):
         self.step, self.mesh, self.model = step, mesh, model
         self.device_sums: dict[str, torch.Tensor] = {}  # float64 scalars of this rank
-        self.host_sums = dict.fromkeys(("occurrences", "predictors", "attention_bytes", "gdn_bytes"), 0)
+        self.host_sums = dict.fromkeys(COUNTS, 0)
         self.largest: list[tuple[int, int]] = []  # of each pack: tokens and pairs of the rank that has most
         self.total: list[tuple[int, int]] = []  # of each pack: tokens and pairs
         self.plan_seconds = self.plan_waited = 0.0
@@ -96,6 +100,7 @@ class StepMeter:
             self.device_sums[name] = self.device_sums[name] + value if name in self.device_sums else value
         self.host_sums["occurrences"] += plan.loss.occurrences
         self.host_sums["predictors"] += len(plan.loss.predictor_row)
+        self.host_sums["window_pairs"] += 0 if plan.window_attention is None else plan.window_attention.pairs
         self.host_sums["attention_bytes"] += attention_bytes(plan, self.model.sizes)
         self.host_sums["gdn_bytes"] += gdn_bytes(plan, self.model.sizes)
         per_rank = (placed.layout.rank_token_count, rank_pairs(placed.pack.forest, placed.layout))
@@ -137,7 +142,7 @@ class StepMeter:
             "occurrences": int(occurrences),
             "packs": len(self.step.packs),
             "exchange": "+".join(sorted(self.exchanges)),
-            **self._speed(seconds, pairs, int(occurrences), int(sums["predictors"])),
+            **self._speed(seconds, pairs, int(sums["window_pairs"]), int(occurrences), int(sums["predictors"])),
             "token_imbalance": float(imbalance[0]),
             "pair_imbalance": float(imbalance[1]),
             "attention_bytes": int(sums["attention_bytes"]),
@@ -149,13 +154,22 @@ class StepMeter:
             "seconds": seconds,
         }
 
-    def _speed(self, seconds: float, pairs: int, occurrences: int, predictors: int) -> dict[str, Any]:
+    def _speed(
+        self, seconds: float, pairs: int, window_pairs: int, occurrences: int, predictors: int
+    ) -> dict[str, Any]:
         tree, flat = self.step.tree_tokens, self.step.flat_tokens
         lengths = np.diff(self.step.flat.row_start)
-        executed = self.model.flops(Work(tokens=tree, pairs=pairs, predictors=predictors))
+        executed = self.model.flops(Work(tokens=tree, pairs=pairs, predictors=predictors, window_pairs=window_pairs))
+        flat_pairs = int((lengths * (lengths + 1) // 2).sum())
+        hidden = np.maximum(lengths - (self.model.window or lengths.max()), 0)  # keys that a row's last token misses
         # Alone, every occurrence has a predictor of its own.
         as_flat = self.model.flops(
-            Work(tokens=flat, pairs=int((lengths * (lengths + 1) // 2).sum()), predictors=occurrences)
+            Work(
+                tokens=flat,
+                pairs=flat_pairs,
+                predictors=occurrences,
+                window_pairs=flat_pairs - int((hidden * (hidden + 1) // 2).sum()),
+            )
         )
         peak = None if self.model.peak_flops is None else self.model.peak_flops * self.mesh.everyone.world * seconds
         return {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cp_engine.sharding.cost import PRESETS, ModelShape
 
-_KINDS = ("full_attention", "linear_attention")
+KINDS = ("full_attention", "sliding_attention", "linear_attention")  # of layers
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def sizes_of_config(config: dict, where: str) -> ModelSizes:
     kinds = _layer_kinds(config, field, layers)
     recurrent = kinds.count("linear_attention")
     if recurrent == layers:
-        raise ValueError(f"{where}: field layer_types: expected at least one full_attention layer, got none")
+        raise ValueError(f"{where}: field layer_types: expected at least one layer of attention, got none")
     active, stored = _mlp_widths(config, field, layers)
     sizes = {}
     if recurrent:
@@ -155,6 +155,7 @@ def sizes_of_config(config: dict, where: str) -> ModelSizes:
         hidden=hidden,
         mlp_width=active // layers,
         attention_layers=layers - recurrent,
+        window_layers=kinds.count("sliding_attention"),
         query_heads=heads,
         kv_heads=field("num_key_value_heads", heads),
         head_dim=field("head_dim", hidden // heads),
@@ -187,9 +188,9 @@ def _layer_kinds(config: dict, field: _Fields, layers: int) -> list[str]:
         return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ValueError(f"{field.where}: field layer_types: expected a list of {layers} layers, got {kinds!r}")
-    unknown = [kind for kind in kinds if kind not in _KINDS]
+    unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        raise ValueError(f"{field.where}: field layer_types: expected {' or '.join(_KINDS)}, got {unknown[0]!r}")
+        raise ValueError(f"{field.where}: field layer_types: expected {', '.join(KINDS)}, got {unknown[0]!r}")
     return kinds
 
 

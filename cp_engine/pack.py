@@ -17,6 +17,8 @@ from cp_engine.layers.gdn import gdn_tables
 from cp_engine.sharding.exchange.relay import relay_tables
 from cp_engine.sharding.plan import ShardPlan
 
+# Of the kernel calls of layers without and with a sliding window, where they were made ahead.
+AttentionIntervals = tuple[Sequence[Intervals] | None, Sequence[Intervals] | None]
 PACK_KEYWORD = "tree_pack"  # the keyword of ``model(...)`` under which a pack travels to every layer
 
 
@@ -37,6 +39,7 @@ class DevicePack:
         routes: int64 [MoE layers, n, experts of a token] that routers have to take; None where they choose.
         gdn_routes: int64 [MoE layers, m, experts of a token], the same for rows of the layout of the GDN layers.
         attention: `AttentionTables`.
+        window_attention: those of layers with a sliding window; None for a model without such layers.
         gdn: `GdnTables`, None for a model without GDN layers.
         relay: `RelayTables` into the layout of the GDN layers, None where that is the one of all other layers.
         edges: `EdgeTables` of the E edges that this rank scores.
@@ -52,7 +55,7 @@ class DevicePack:
         device: torch.device | str,
         routes=None,
         gdn_routes=None,
-        intervals: Sequence[Intervals] | None = None,
+        intervals: AttentionIntervals = (None, None),
         transport: str = "auto",
     ):
         def on_device(array):
@@ -66,7 +69,12 @@ class DevicePack:
         self.gdn_rollouts = on_device(plan.gdn_rollouts)
         self.routes = None if routes is None else on_device(routes)
         self.gdn_routes = self.routes if gdn_routes is None else on_device(gdn_routes)
-        self.attention = attention_tables(plan.attention, plan.rank, device, intervals=intervals, transport=transport)
+        self.attention, self.window_attention = (
+            None
+            if attention is None
+            else attention_tables(attention, plan.rank, device, intervals=made, transport=transport)
+            for attention, made in zip((plan.attention, plan.window_attention), intervals, strict=True)
+        )
         self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
         self.relay = None if plan.relayout is None else relay_tables(plan.relayout, device)
         loss = plan.loss
@@ -82,7 +90,7 @@ def device_pack(
     device: torch.device | str = "cpu",
     routes=None,
     gdn_routes=None,
-    intervals: Sequence[Intervals] | None = None,
+    intervals: AttentionIntervals = (None, None),
     transport: str = "auto",
 ) -> DevicePack:
     """Put a rank's plan on its device.
@@ -91,7 +99,7 @@ def device_pack(
         group: process group of the CP ranks; None for a single rank.
         routes: of the rank's rows (`routes.row_routes`); None where routers choose.
         gdn_routes: of its rows in the layout of the GDN layers, where that is another one.
-        intervals: of attention's kernel calls where they were made ahead (`layers.attention.kernel_intervals`).
+        intervals: by `layers.attention.kernel_intervals`; None are made here.
         transport: of attention's exchanges, as `parallel.transport`.
     """
     world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))

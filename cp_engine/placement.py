@@ -63,7 +63,9 @@ def choose_layout(forest: Forest, parallel: ParallelConfig, shape: ModelShape) -
     return placed.forest, placed.layout, placed.gdn_layout
 
 
-def plan_rank(placed: PlacedPack, rank: int, gdn_exchange: str, conv_width: int | None) -> ShardPlan:
+def plan_rank(
+    placed: PlacedPack, rank: int, gdn_exchange: str, conv_width: int | None, window: int | None = None
+) -> ShardPlan:
     """One rank's plan of a placed pack."""
     return shard_plan(
         placed.pack.forest,
@@ -73,5 +75,6 @@ def plan_rank(placed: PlacedPack, rank: int, gdn_exchange: str, conv_width: int 
         exchange=placed.exchange,
         gdn_exchange=gdn_exchange,
         conv_width=conv_width,
+        window=window,
         gdn_layout=placed.gdn_layout,
     )

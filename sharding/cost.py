@@ -80,6 +80,7 @@ class ModelShape:
     query_heads: int
     kv_heads: int
     head_dim: int
+    window_layers: int = 0  # attention layers with a sliding window; times are those of layers without one
     gdn_layers: int = 0
     gdn_runs: int = 0  # runs of consecutive recurrent layers
     gdn_key_heads: int = 0

@@ -127,6 +127,18 @@ def test_flops_are_those_of_the_weights_and_visible_pairs():
     assert found["flat_tflop"] * 1e12 == pytest.approx(expected, rel=1e-12)
 
 
+def test_flops_of_windows_are_those_of_the_pairs_in_them():
+    """Against the same model whose layers are all full: half of its layers have a window of 24 tokens."""
+    alone, sections = rollouts(), {"packing": {"max_pack_tokens": None}}
+    forest = build_forest(np.concatenate([r.input_ids for r in alone]), np.cumsum([0] + [r.length for r in alone]))
+    of_tree, of_rows = forest.position + 1, np.concatenate([np.arange(r.length) + 1 for r in alone])
+    full = step_metrics(sections)
+    found = step_metrics(sections | {"model": {"path": "tiny-qwen3-window", "vocab_size": VOCAB}})
+    for name, seen in (("tflop", of_tree), ("flat_tflop", of_rows)):
+        spared = int((seen - np.minimum(seen, 24)).sum())
+        assert spared > 100 and (full[name] - found[name]) * 1e12 == pytest.approx(12 * 8 * 16 * 2 * spared)
+
+
 def test_flops_of_released_models():
     """Six a parameter and token; the embedding is looked up, four where weights are frozen; experts that work only."""
     qwen = model_sizes("qwen3-8b")
@@ -188,12 +200,16 @@ def counted_and_told(sections: dict) -> tuple[int, int]:
         (4, {"dp": 2, "cp": 2, "exchange": "gather"}),
         (4, {"cp": 4, "exchange": "gather", "gdn_exchange": "ulysses"}),
         (3, {"cp": 3, "exchange": "gather", "gdn_layout": "own"}),
+        (3, {"cp": 3, "exchange": "gather", "layout": "contiguous", "model": "tiny-qwen3-window"}),
     ],
-    ids=["gather", "ring", "ulysses", "dp", "gdn-ulysses", "gdn-layout"],
+    ids=["gather", "ring", "ulysses", "dp", "gdn-ulysses", "gdn-layout", "window"],
 )
 def test_exchange_bytes_are_those_that_move(world, parallel, dtype):
-    packing = {"max_pack_tokens": 90} if parallel.get("dp") else {}
-    found = run_ranks(world, counted_and_told, {"parallel": parallel, "dtype": dtype, "packing": packing})
+    sections = {"dtype": dtype, "packing": {"max_pack_tokens": 90} if parallel.get("dp") else {}}
+    if "model" in parallel:
+        parallel = dict(parallel)
+        sections["model"] = {"path": parallel.pop("model"), "vocab_size": VOCAB}
+    found = run_ranks(world, counted_and_told, {"parallel": parallel, **sections})
     assert {told for _, told in found} == {sum(counted for counted, _ in found)}
     assert found[0][1] > 0
 

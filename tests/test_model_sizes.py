@@ -104,10 +104,10 @@ def test_small_configurations(tmp_path):
         ({**DENSE, "num_attention_heads": 0}, "must be at least 1"),
         ({**DENSE, "layer_types": ["full_attention"]}, "expected a list of 36 layers"),
         (
-            {**DENSE, "layer_types": ["sliding_attention"] * 36},
-            "expected full_attention or linear_attention, got 'sliding",
+            {**DENSE, "layer_types": ["chunked_attention"] * 36},
+            "expected full_attention, sliding_attention, linear_attention, got 'chunked",
         ),
-        ({**HYBRID, "layer_types": ["linear_attention"] * 48}, "at least one full_attention layer"),
+        ({**HYBRID, "layer_types": ["linear_attention"] * 48}, "at least one layer of attention"),
         ("{", "expected a JSON object, but it cannot be read"),
         ([1], "expected a JSON object, got list"),
     ],

@@ -30,7 +30,7 @@ def cp_engine_attention(
         query: [1, Hq, n, D], rotated; key, value: [1, Hk, n, D].
         attention_mask: None: the pack's plan says who sees whom.
         scaling: factor of the attention scores.
-        kwargs: holds the pack (`pack.PACK_KEYWORD`).
+        kwargs: holds the pack (`pack.PACK_KEYWORD`), and ``sliding_window`` in layers that have one.
 
     Returns:
         output [1, n, Hq, D], and None for the weights, which are never formed.
@@ -39,9 +39,10 @@ def cp_engine_attention(
         ValueError: if no pack was passed.
     """
     pack = pack_of(kwargs, f"attention layer {module.layer_idx}")
-    assert attention_mask is None and dropout == 0.0 and kwargs.get("sliding_window") is None
+    assert attention_mask is None and dropout == 0.0
+    tables = pack.attention if kwargs.get("sliding_window") is None else pack.window_attention
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = tree_attention(q, k, v, pack.attention, pack.group, scaling)
+    out = tree_attention(q, k, v, tables, pack.group, scaling)
     return out[None], None
 
 

@@ -55,6 +55,14 @@ def _tiny_qwen3(vocab_size: int):
     return Qwen3Config(vocab_size=vocab_size, head_dim=16, **_SIZES)
 
 
+def _tiny_qwen3_window(vocab_size: int):
+    from transformers import Qwen3Config
+
+    # Shorter than the sample's rollouts, so that windows slide, and over branch points.
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_sliding_window": True}
+    return Qwen3Config(vocab_size=vocab_size, head_dim=16, sliding_window=24, **layers, **_SIZES)
+
+
 def _tiny_qwen3_moe(vocab_size: int):
     from transformers import Qwen3MoeConfig
 
@@ -88,6 +96,7 @@ def _tiny_qwen3_next(vocab_size: int):
 PRESETS = {
     "tiny-llama": _tiny_llama,
     "tiny-qwen3": _tiny_qwen3,
+    "tiny-qwen3-window": _tiny_qwen3_window,
     "tiny-qwen3-moe": _tiny_qwen3_moe,
     "tiny-qwen3.5": _tiny_qwen3_5,
     "tiny-qwen3.5-moe": _tiny_qwen3_5_moe,

@@ -14,6 +14,12 @@ def conv_width(config) -> int | None:
     return config.linear_conv_kernel_dim if has_gdn_layers else None
 
 
+def attention_window(config) -> int | None:
+    """Tokens that a row of a sliding-window layer sees, itself included; None for a model without such layers."""
+    has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    return config.sliding_window if has_windows else None
+
+
 def model_shape(config, element_bytes: int) -> ModelShape:
     """Sizes of a supported text config, for the planner's cost model.
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from cp_engine.model_sizes import KINDS
+
 # Architectures (text model types) that the tests compare with the unmodified model.
 ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+# Those among them with a sliding window in the layers that `layer_types` says.
+WINDOWED = ("qwen3",)
 # RoPE types whose rotation is a function of the position alone. dynamic and longrope change all rotations with the
 # length of the sequence, so a token shared by a short and a long rollout would need two.
 POSITION_ROPE = ("default", "linear", "llama3", "yarn")
@@ -48,14 +52,13 @@ def _check_layers(config) -> None:
     # Without layer_types (Qwen3-MoE) one window holds for all layers; with them a config may carry one that none uses.
     window = getattr(config, "sliding_window", None)
     if not types and window and getattr(config, "use_sliding_window", True):
-        raise _refusal("sliding_window", window, "the tree attention has no sliding window, and all layers have one")
+        raise _refusal("sliding_window", window, "windows are computed where layer_types names their layers")
     for index, kind in enumerate(types):
-        if kind == "sliding_attention":
-            window = getattr(config, "sliding_window", None)
-            reason = f"the tree attention has no sliding window (sliding_window is {window})"
+        if kind == "sliding_attention" and not (window and config.model_type in WINDOWED):
+            reason = f"sliding windows are computed for {', '.join(WINDOWED)} (sliding_window is {window})"
             raise _refusal(f"layer_types[{index}]", kind, reason)
-        if kind not in ("full_attention", "linear_attention"):
-            raise _refusal(f"layer_types[{index}]", kind, "the tree layers are full_attention and linear_attention")
+        if kind not in KINDS:
+            raise _refusal(f"layer_types[{index}]", kind, f"the tree layers are {', '.join(KINDS)}")
     if "linear_attention" in types and config.hidden_act not in ("silu", "swish"):
         raise _refusal("hidden_act", config.hidden_act, "the GDN convolution is followed by SiLU")
 

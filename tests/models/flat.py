@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from cp_engine.models.shape import attention_window, conv_width
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import DevicePack, device_pack
 from cp_engine.sharding.forest import build_forest
@@ -27,11 +28,12 @@ def branching_rollouts(vocab: int = 512, seed: int = 0) -> list[list[int]]:
     return [*rollouts, rollouts[1], middle, new(1), new(5)]
 
 
-def one_rank_pack(rollouts: list[list[int]], conv_width: int | None) -> DevicePack:
+def one_rank_pack(rollouts: list[list[int]], conv_width: int | None, window: int | None = None) -> DevicePack:
     lengths = [len(rollout) for rollout in rollouts]
     forest = build_forest(np.concatenate(rollouts), np.cumsum([0, *lengths]))
     mask = np.ones(sum(lengths), bool)
-    return device_pack(shard_plan(forest, contiguous_layout(forest, 1), 0, mask, conv_width=conv_width))
+    plan = shard_plan(forest, contiguous_layout(forest, 1), 0, mask, conv_width=conv_width, window=window)
+    return device_pack(plan)
 
 
 def weights(rollouts: list[list[int]]) -> torch.Tensor:
@@ -58,8 +60,7 @@ def flat_run(model, rollouts, temperature: float):
 def tree_run(tree: TreeCausalLM, rollouts, temperature: float):
     """The same through the tree."""
     tree.zero_grad()
-    conv_width = getattr(tree.causal_lm.config, "linear_conv_kernel_dim", None)
-    pack = one_rank_pack(rollouts, conv_width)
+    pack = one_rank_pack(rollouts, conv_width(tree.causal_lm.config), attention_window(tree.causal_lm.config))
     log_prob, entropy = tree(pack, temperature)
     edge = pack.occurrence_edge  # in the order of (rollout, position)
     return _backward(tree.causal_lm, log_prob[edge], entropy[edge], weights(rollouts))

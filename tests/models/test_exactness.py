@@ -11,6 +11,7 @@ from cp_engine.models.hf_gdn import gdn_layers
 from cp_engine.models.load import load_model, prepare_for_trees
 from cp_engine.models.precision import keep_float64
 from cp_engine.models.presets import PRESETS
+from cp_engine.models.shape import attention_window, conv_width
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from tests.models.flat import branching_rollouts, flat_run, one_rank_pack, tree_run, worst_error
 
@@ -66,9 +67,9 @@ def test_a_tiny_change_of_one_decay_is_seen():
 def test_recompute_with_two_packs_in_flight_sees_its_own(preset, use_reentrant):
     model = load_model(preset, torch.float64, seed=3)
     prepare_for_trees(model)
-    conv_width = getattr(model.config, "linear_conv_kernel_dim", None)
+    sizes = conv_width(model.config), attention_window(model.config)
     tree = TreeCausalLM(model).train()
-    packs = [one_rank_pack(branching_rollouts(seed=seed)[3:8], conv_width) for seed in (0, 1)]
+    packs = [one_rank_pack(branching_rollouts(seed=seed)[3:8], *sizes) for seed in (0, 1)]
 
     def gradients():
         tree.zero_grad()

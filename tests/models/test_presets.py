@@ -36,6 +36,7 @@ def test_attention_is_far_from_uniform_and_hidden_states_keep_their_size(preset,
     for weights in (layer for layer in out.attentions if layer is not None):
         # Uniform attention of the last row would give each of its 200 keys 0.005; measured: 0.12 to 0.19.
         last = weights[0, :, -1]
+        last = last[:, last[0] > 0]  # a window hides keys
         assert last.amax(-1).mean() > 0.08
         assert 1.0 < last.log().std(-1).mean() < 2.5  # standard deviation of the scores; measured: 1.7 to 2.2
     assert all(0.5 < state.std() < 3.0 for state in out.hidden_states)

@@ -34,8 +34,8 @@ REFUSED = [
         r"rope_parameters\['full_attention'\]\['rope_type'\] is 'dynamic'",
     ),
     (
-        {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 128},
-        r"layer_types\[1\] is 'sliding_attention': .*\(sliding_window is 128\)",
+        {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": None},
+        r"layer_types\[1\] is 'sliding_attention': .*\(sliding_window is None\)",
     ),
     ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types\[3\] is 'chunked_attention'"),
     ({"router_jitter_noise": 0.01}, r"router_jitter_noise is 0.01: .*other experts in each rollout"),
@@ -55,8 +55,17 @@ def test_gdn_with_another_activation_is_refused(preset):
         check_supported(config(preset, hidden_act="gelu"))
 
 
+def test_windows_of_an_architecture_that_is_not_compared_are_refused():
+    changes = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 128}
+    check_supported(config("tiny-qwen3", **changes))
+    with pytest.raises(
+        ValueError, match=r"layer_types\[1\] is 'sliding_attention': sliding windows are computed for qwen3"
+    ):
+        check_supported(config("tiny-llama", **changes))
+
+
 def test_a_window_for_all_layers_is_refused():
-    with pytest.raises(ValueError, match="sliding_window is 64: .*all layers have one"):
+    with pytest.raises(ValueError, match="sliding_window is 64: .*where layer_types names"):
         check_supported(config("tiny-qwen3-moe", sliding_window=64, use_sliding_window=True))
     check_supported(config("tiny-qwen3-moe", sliding_window=64, use_sliding_window=False))
 
@@ -70,7 +79,7 @@ def test_sliding_window_that_no_layer_uses_is_no_obstacle():
     [
         ("gpt_oss", "model_type is 'gpt_oss': .*attention sinks"),
         ("gemma2", "attn_logit_softcapping is 50.0"),
-        ("mistral", "sliding_window is 4096: .*all layers have one"),
+        ("mistral", "sliding_window is 4096: .*where layer_types names"),
         ("olmo", "model_type is 'olmo'"),
     ],
 )
