@@ -35,9 +35,10 @@ class Costs:
     # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
     query_tile_forward: int = 30_800
     query_tile_backward: int = 122_500
-    # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: one sequence of 65,536 tokens (anchors, GDN).
-    chunk_forward: int = 133_000
-    chunk_backward: int = 414_000
+    # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: between the H200 times of one chain (150 and
+    # 405 us) and of trees (122 to 125 and 393; measured 2026-11-30, commit 2440f4c). Both together within 5 % of each.
+    chunk_forward: int = 130_000
+    chunk_backward: int = 396_000
     # Extra share, in percent, on tokens between an entry and an exit (predicted from operation counts).
     through_forward_percent: int = 73
     through_backward_percent: int = 19
