@@ -27,7 +27,7 @@ def distribute(tree: TreeCausalLM, whole: list[nn.Parameter], config: Config, ra
     if config.engine.name == "fsdp2":
         from cp_engine.distributed.fsdp2 import Fsdp2Model
 
-        return Fsdp2Model(tree, whole, config.engine, config.optimizer, ranks)
+        return Fsdp2Model(tree, whole, config, ranks)
     from cp_engine.distributed.zero import ZeroModel
 
     return ZeroModel(tree, whole, config, ranks)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from cp_engine.config import EngineConfig, OptimizerConfig
+from cp_engine.config import Config
 from cp_engine.distributed.gradients import sum_gradients
 from cp_engine.distributed.mesh import shard_mesh
 from cp_engine.distributed.model import TorchModel
@@ -27,14 +27,7 @@ class Fsdp2Model(TorchModel):
         whole: parameters that must not be cast.
     """
 
-    def __init__(
-        self,
-        tree: TreeCausalLM,
-        whole: list[nn.Parameter],
-        engine: EngineConfig,
-        optimizer: OptimizerConfig,
-        ranks: Ranks,
-    ):
+    def __init__(self, tree: TreeCausalLM, whole: list[nn.Parameter], config: Config, ranks: Ranks):
         self.dtypes = {name: parameter.dtype for name, parameter in tree.causal_lm.named_parameters()}
         low = torch.bfloat16 in self.dtypes.values()
         for parameter in tree.parameters():
@@ -43,14 +36,14 @@ class Fsdp2Model(TorchModel):
         for parameter in whole:
             parameter.data = parameter.data.to(ranks.device)
         policies = {
-            "mesh": shard_mesh(ranks, engine.shard == "node"),
+            "mesh": shard_mesh(ranks, config.engine.shard == "node", config.parallel.timeout_s),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if low else None,
                 reduce_dtype=torch.float32 if low else None,
                 cast_forward_inputs=False,
             ),
             "offload_policy": CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-            if engine.offload == "cpu"
+            if config.engine.offload == "cpu"
             else OffloadPolicy(),
             "ignored_params": set(whole),
         }
@@ -59,7 +52,7 @@ class Fsdp2Model(TorchModel):
         fully_shard(tree, reshard_after_forward=False, **policies)
         self.whole = [parameter for parameter in whole if parameter.requires_grad]
         updated = {name: p for name, p in tree.causal_lm.named_parameters() if p.requires_grad}
-        super().__init__(tree, updated, optimizer, ranks)
+        super().__init__(tree, updated, config.optimizer, ranks)
 
     def backward(self, loss, last):
         # It averages over all ranks, and the loss of a step is a sum over them.

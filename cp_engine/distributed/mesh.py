@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -60,8 +61,11 @@ def require_process_group(ranks: Ranks) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def shard_mesh(ranks: Ranks, within_node: bool) -> DeviceMesh:
+def shard_mesh(ranks: Ranks, within_node: bool, timeout_s: int) -> DeviceMesh:
     """The mesh over which parameters are sharded: all ranks, or (machines that replicate, ranks of a machine).
+
+    Args:
+        timeout_s: seconds that a rank waits for the others of its copies or its machine.
 
     Raises:
         ValueError: if machines run different numbers of ranks.
@@ -75,4 +79,10 @@ def shard_mesh(ranks: Ranks, within_node: bool) -> DeviceMesh:
             f"engine.shard: node needs equally many ranks on every machine; {ranks.world} ranks run, {per_node} of "
             "them on this machine"
         )
-    return init_device_mesh(ranks.device.type, (ranks.world // per_node, per_node), mesh_dim_names=("copies", "shards"))
+    mesh = torch.arange(ranks.world).view(-1, per_node)
+    # Not by `init_device_mesh`: see `make_mesh`.
+    groups = [
+        dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timedelta(seconds=timeout_s))[0]
+        for lines in (mesh.T, mesh)
+    ]
+    return DeviceMesh.from_group(groups, ranks.device.type, mesh=mesh, mesh_dim_names=("copies", "shards"))

@@ -194,20 +194,16 @@ def gather_backward(
     transport.reserve(home_parts, accumulation)
     fetch, local = _Fetch(k, v, tables, groups, transport), len(tables.local_keys)
     home = transport.open(home_parts, accumulation, k.device)
-    returning: list[Arrival] = []
     fetch.start(0)
     if not tables.moves.rows_in:
-        for index in range(len(groups)):
-            fetch.start(index + 1)
-            home.outgoing(index)
-            returning.append(home.start(index))
+        returning = _start_for_others(fetch, home, len(groups))
         dq, dk, dv = kernel_backward(q, k, v, out, lse, dout, tables.intervals, accumulate_kv=True)
         fetch.finish()
         for group, arrival in zip(groups, returning, strict=True):
             add_home(dk, dv, tables, group, arrival)
         return dq, dk, dv
+    returning, dk, dv = [], None, None
     dq = torch.empty_like(q) if len(groups) > 1 else None
-    dk = dv = None
     for index, group in enumerate(groups):
         keys, values = fetch.wait()
         fetch.start(index + 1)
@@ -232,6 +228,16 @@ def gather_backward(
             add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
     add_home(dk, dv, tables, groups[-1], returning[-1])
     return dq, dk, dv
+
+
+def _start_for_others(fetch: _Fetch, home: Shipment, groups: int) -> list[Arrival]:
+    """Every start of a backward pass after the first one, on a rank that fetches nothing and so sends no gradients."""
+    returning = []
+    for index in range(groups):
+        fetch.start(index + 1)
+        home.outgoing(index)
+        returning.append(home.start(index))
+    return returning
 
 
 def add_home(dk: torch.Tensor, dv: torch.Tensor, tables: GatherTables, group: _Group, arrival: Arrival) -> None:

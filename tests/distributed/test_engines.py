@@ -81,7 +81,7 @@ def test_shards_within_a_machine_are_replicated_over_machines(flat):
     sections = {"parallel": {"dp": 2, "cp": 2}, "engine": {"name": "fsdp2", "shard": "node"}}
     judged(run_ranks(4, gradients, flat, {}, sections, 2), flat)
     with pytest.raises(ValueError, match="needs equally many ranks on every machine; 4 ranks run, 3 of them"):
-        shard_mesh(Ranks(0, 4, None, torch.device("cpu"), per_node=3), within_node=True)
+        shard_mesh(Ranks(0, 4, None, torch.device("cpu"), per_node=3), within_node=True, timeout_s=600)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "dpo"])

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from cp_engine.distributed.agree import require_equal_digests
 from cp_engine.distributed.gradients import clip_gradients, sum_gradients
-from cp_engine.distributed.mesh import make_mesh
+from cp_engine.distributed.mesh import make_mesh, shard_mesh
 from cp_engine.distributed.ranks import Ranks
 from tests.ranks import run_ranks
 
@@ -35,6 +36,20 @@ def test_ranks_that_differ_raise_on_every_rank():
     assert run_ranks(3, _agree, ["ab" * 16] * 3) == ["equal"] * 3
     messages = run_ranks(3, _agree, ["ab" * 16, "cd" * 16, "ab" * 16])
     assert all(m.startswith("ranks [1] have another pack plan than rank 0") for m in messages)
+
+
+def _shard_groups(timeout_s: int) -> list[tuple[float, list[int]]]:
+    mesh = shard_mesh(replace(this_rank(), per_node=2), within_node=True, timeout_s=timeout_s)
+    groups = [mesh.get_group(name) for name in ("copies", "shards")]
+    return [
+        (group._get_backend(torch.device("cpu")).options._timeout.total_seconds(), dist.get_process_group_ranks(group))
+        for group in groups
+    ]
+
+
+def test_groups_of_shards_have_the_timeout_of_the_run():
+    found = run_ranks(4, _shard_groups, 77)
+    assert found[1] == [(77.0, [1, 3]), (77.0, [0, 1])] and found[2] == [(77.0, [0, 2]), (77.0, [2, 3])]
 
 
 def _group_timeouts(timeout_s: int) -> tuple[float, list[int]]:
