@@ -220,12 +220,8 @@ def backward(
     if not dq.numel():
         return dq, dk.zero_(), dv.zero_()
     pack = packed_heads(query_heads // kv_heads)
-    lse2, delta = (torch.empty_like(lse) for _ in range(2))
+    lse2, delta = statistics(q, k, out, lse, dout)
     shape = {"QH": query_heads, "D": size, "DP": padded(size), "PACK": pack}
-    _statistics_kernel[(triton.cdiv(query_rows, STATISTIC_ROWS), query_heads)](
-        out, dout, lse, lse2, delta, query_rows, ROWS=STATISTIC_ROWS, OUT_ROW=out.stride(0), DOUT_ROW=dout.stride(0),
-        **shape,
-    )  # fmt: skip
     shape |= {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0), "DOUT_ROW": dout.stride(0)}
     shape |= {"KH": kv_heads, "PRECISION": precision(q.dtype), "ENTRY": ENTRY}
     factors = scale, scale * LOG2_E
@@ -249,6 +245,20 @@ def backward(
                 ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
             )  # fmt: skip
     return dq, dk, dv
+
+
+def statistics(
+    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """lse2 and delta, both [QH / PACK, Nq * PACK], of at least one query row."""
+    query_rows, query_heads, size = q.shape
+    lse2, delta = (torch.empty_like(lse) for _ in range(2))
+    _statistics_kernel[(triton.cdiv(query_rows, STATISTIC_ROWS), query_heads)](
+        out, dout, lse, lse2, delta, query_rows, QH=query_heads, D=size, DP=padded(size),
+        PACK=packed_heads(query_heads // k.shape[1]), ROWS=STATISTIC_ROWS, OUT_ROW=out.stride(0),
+        DOUT_ROW=dout.stride(0),
+    )  # fmt: skip
+    return lse2, delta
 
 
 def empty_gradients(

@@ -71,10 +71,10 @@ def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) ->
     pitch = reach + 2 * walked
     seen = union(tile * pitch + pieces.lo, tile * pitch + pieces.last_hi)
     height = np.minimum(owned, rows - owned * np.arange(tiles))
-    full_lo, full_tiles = _full_ranges(pieces, tile, pitch, height, walked)
+    full_lo, full_tiles = full_ranges(pieces, tile, pitch, height, walked)
     rest = _difference(seen, (full_lo, full_lo + full_tiles * walked))
     border = _cover(rest, pitch, walked)
-    words = _words(pieces, tile, pitch, border, rest, owned, walked)
+    words = mask_words(pieces, tile, pitch, border, rest, owned, walked)
     range_ptr = np.searchsorted(full_lo, np.arange(tiles + 1) * pitch)
     border_ptr = np.searchsorted(border, np.arange(tiles + 1) * pitch)
     total = np.append(0, np.cumsum(full_tiles))
@@ -96,7 +96,7 @@ def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) ->
     )
 
 
-def _full_ranges(pieces: Pieces, tile: np.ndarray, pitch: int, height: np.ndarray, walked: int):
+def full_ranges(pieces: Pieces, tile: np.ndarray, pitch: int, height: np.ndarray, walked: int):
     """Ranges that every row of their owned tile sees, as (lo, whole tiles in it), ascending."""
     core_lo = pieces.last_lo
     keep = pieces.hi > core_lo
@@ -127,7 +127,7 @@ def _cover(rest: tuple[np.ndarray, np.ndarray], pitch: int, walked: int) -> np.n
     return np.repeat(start, count) + walked * expand(np.zeros_like(count), count)
 
 
-def _words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, rest, owned: int, walked: int):
+def mask_words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, rest, owned: int, walked: int):
     """Int8 to int64 [B, W, O]: what each owned row sees in each border tile and no full tile has."""
     per_row = -(-walked // WORD)
     bits = next(bits for bits in (8, 16, 32, 64) if min(walked, WORD) <= bits)
