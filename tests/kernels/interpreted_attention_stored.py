@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from cp_engine.kernels.attention import Intervals, attention
-from cp_engine.kernels.attention.triton import primitives, stored_pass
+from cp_engine.kernels.attention import Intervals, attention, attention_backward
+from cp_engine.kernels.attention.triton import backward_pass, primitives, stored_pass
 from cp_engine.kernels.attention.triton.blocks import build_blocks
 from cp_engine.kernels.attention.triton.primitives import Sizes
 from cp_engine.kernels.attention.triton.stored_pass import Stored
 from cp_engine.sharding.attention_plan import attention_plan
+from cp_engine.sharding.intervals import RowIntervals
 from tests.forests import random_layout, random_rows, random_variety
 from tests.kernels.attention_oracle import (
     Tensors,
@@ -23,7 +24,7 @@ from tests.kernels.attention_oracle import (
     relative_error,
     visible,
 )
-from tests.kernels.interpreted_attention import BOUND, deep_forest, whole
+from tests.kernels.interpreted_attention import BOUND, deep_forest, specialisation, whole
 
 NAMES = ("dq", "dk", "dv")
 SMALL = Stored(scores=Sizes(32, 16, 4, 1), block=32, product=Sizes(16, 16, 4, 1), workspace=1 << 30)
@@ -44,23 +45,22 @@ def check(forest, x: Tensors, how: Stored, window: int | None = None) -> None:
         assert relative_error(got[name], truth[name]) < BOUND, name
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["dq on the way", "dq apart"])
 @pytest.mark.parametrize(
-    ("heads", "size", "described", "workspace"),
+    ("heads", "size", "described", "workspace", "apart", "held"),
     [
-        ((4, 2), 16, True, 1 << 30),
-        ((4, 2), 16, True, TIGHT),
-        ((3, 1), 20, True, TIGHT),  # 3 heads in 32 rows leave two over: rows through pointers
-        ((2, 2), 32, False, TIGHT),
-        ((34, 1), 16, True, TIGHT),  # 17 packs of 2 heads; a row tile has more blocks than the workspace
+        ((4, 2), 16, True, 1 << 30, False, False),
+        ((4, 2), 16, True, TIGHT, True, True),
+        ((3, 1), 20, True, TIGHT, True, False),  # 3 heads in 32 rows leave two over: rows through pointers
+        ((2, 2), 32, False, TIGHT, False, True),
+        ((34, 1), 16, True, TIGHT, True, True),  # 17 packs of 2 heads; a row tile has more blocks than the workspace
     ],
-    ids=["one wave", "waves", "share 3", "pointers", "several packs"],
+    ids=["dq on the way", "waves", "share 3", "pointers", "several packs"],
 )
-def test_equals_dense_attention(monkeypatch, heads, size, described, workspace, apart):
+def test_equals_dense_attention(monkeypatch, heads, size, described, workspace, apart, held):
     monkeypatch.setattr(primitives, "DESCRIPTORS", described)
     forest = deep_forest() if heads[0] < 8 else random_variety(4).forest
     x = random_tensors(forest.tokens, heads, size, 1, torch.float32)
-    check(forest, x, replace(SMALL, dq_apart=apart, workspace=workspace))
+    check(forest, x, replace(SMALL, dq_apart=apart, held=held, workspace=workspace))
 
 
 def test_blocks_of_two_mask_words_stored_without_copies():
@@ -86,8 +86,6 @@ def test_many_tiny_segments():
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_keys_of_an_exchange(exchange):
     """Rows that see nothing, keys that nobody sees, accumulated gradients: the same as the reference."""
-    from cp_engine.kernels.attention import attention_backward
-
     forest = random_variety(7).forest
     layout = random_layout(forest, 7, 3)
     for rank in range(3):
@@ -147,10 +145,47 @@ def test_runs_are_equal_to_the_bit_on_any_slice_of_heads():
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
 def test_zero_rows(queries, keys):
-    from cp_engine.sharding.intervals import RowIntervals
-
     none = np.empty(0, np.int64)
     arrays = RowIntervals(queries, none, none, np.zeros(1, np.int64), none, none, none, none)
     x, y = random_tensors(queries, (4, 2), 16, 0, torch.float32), random_tensors(keys, (4, 2), 16, 0, torch.float32)
     got = run(x, y, Intervals.from_arrays(arrays), SMALL)
     assert got["dq"].shape == x.q.shape and not any(got[name].any() for name in NAMES)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_twenty_forests_need_no_new_compilation(monkeypatch, apart):
+    """One forest warms up. Kernels are not run, their launches are recorded."""
+    seen, warm = set(), set()
+
+    def record(module, name):
+        kernel = getattr(module, name)
+
+        class Recorded:
+            def __getitem__(self, _grid):
+                return lambda *arguments, **options: seen.add((name, specialisation(kernel, arguments, options)))
+
+        monkeypatch.setattr(module, name, Recorded())
+
+    for name in ("_scores_kernel", "_dq_product_kernel", "_key_products_kernel"):
+        record(stored_pass, name)
+    record(backward_pass, "_statistics_kernel")
+    for seed in range(20):
+        forest = random_rows(seed, rows=10 + 3 * seed, longest=(1, 7, 30)[seed % 3]).forest
+        x = random_tensors(forest.tokens, (8, 2), 256, seed, torch.bfloat16)
+        given = (x.q, x.k, x.v, x.q, torch.zeros(forest.tokens, 8), x.dout)
+        stored_pass.backward(*given, whole(forest), x.scale, False, False, Stored(dq_apart=apart))
+        warm = warm or set(seen)
+    assert seen == warm and len(warm) == (4 if apart else 3)
+
+
+def test_the_benchmark_checks_a_trial(capsys):
+    from benchmarks.attention_d256 import run_trial
+    from benchmarks.attention_problem import make_problem
+    from benchmarks.attention_workloads import Workload
+
+    problem = make_problem(Workload("", 4, 2, 16), device="cpu", dtype=torch.float32, forest=random_variety(4).forest)
+    call = {"intervals": problem.intervals, "scale": problem.scale, "backend": "reference"}
+    out, lse = attention(problem.q, problem.k, problem.v, **call)
+    run_trial(problem, "apart+held+scores=32,64,4,1+product=16,32,4,1+gib=1", out, lse)
+    line = capsys.readouterr().out
+    assert float(line.split("error ")[1].split()[0]) < BOUND and "equal True" in line

@@ -22,10 +22,11 @@ from tests.kernels.attention_oracle import random_tensors
 ROOT = Path(__file__).parents[2]
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize("cases", ["interpreted_attention", "interpreted_attention_stored"])
+def test_in_the_interpreter(cases):
     pytest.importorskip("triton")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_attention.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{cases}.py"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

@@ -35,10 +35,12 @@ from cp_engine.kernels.shared.triton import LOG2_E, padded, precision, tl, trito
 class Stored:
     """Tile sizes and launch options of the kernels."""
 
-    scores: Sizes = Sizes(128, 32, 8, 2)  # rows of a block; keys of a step
+    scores: Sizes = Sizes(128, 64, 8, 2)  # rows of a block; keys of a step
     block: int = 128  # keys of a block
     product: Sizes = Sizes(64, 64, 8, 4)  # rows a step of dk's and dv's kernel; keys a step of dq's
-    dq_apart: bool = False  # dq by a kernel of its own
+    dq_apart: bool = True  # dq by a kernel of its own
+    # q in registers leaves shared memory to steps of 64 keys, and matrix units do not wait for its reads.
+    held: bool = True
     store_by_copy: bool = True  # blocks are stored by bulk copies where blocks are loaded so
     workspace: int = 5 << 30  # bytes of stored p and ds, unless one tile of query rows needs more
 
@@ -62,16 +64,30 @@ def _store_block(stored, tile, row, column, rows, cols, BLOCK: tl.constexpr, DES
 
 
 @triton.jit
-def _weights(queries, grads, keys, values, lse2, delta, seen, scale_log2, BORDER: tl.constexpr,
-             PRECISION: tl.constexpr):  # fmt: skip
-    """p and ds of a step, [ROWS, KEYS], in the dtype of the inputs."""
+def _in_registers(tile, STEP: tl.constexpr):
+    """``tile`` as a product's result: in registers, laid out as a left operand of later products. Adds exact zeros."""
+    nothing = tl.zeros([tile.shape[0], STEP], tile.dtype)
+    return tl.dot(nothing, tl.zeros([STEP, tile.shape[1]], tile.dtype), tile.to(tl.float32)).to(tile.dtype)
+
+
+@triton.jit
+def _scores_step(
+    acc, stored, queries, grads, keys, values, lse2, delta, seen, scale_log2, p_row, ds_row, column, rows, cols,
+    BORDER: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, DQ: tl.constexpr,
+):  # fmt: skip
+    """Store p and ds of a step, [ROWS, KEYS], in the dtype of the inputs; add ds k to ``acc``."""
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     dp = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
     weights = tl.exp2(scores * scale_log2 - lse2[:, None])
     if BORDER:
         weights = tl.where(seen, weights, 0.0)
-    ds = weights * (dp - delta[:, None])
-    return weights.to(keys.dtype), ds.to(keys.dtype)
+    ds = (weights * (dp - delta[:, None])).to(keys.dtype)
+    if DQ:
+        acc = tl.dot(ds, keys, acc, input_precision=PRECISION)
+    # After the product, for which nothing waits before the next step: its matrix units work while blocks are stored.
+    _store_block(stored, weights.to(keys.dtype), p_row, column, rows, cols, BLOCK, COPIED)
+    _store_block(stored, ds, ds_row, column, rows, cols, BLOCK, COPIED)
+    return acc
 
 
 @triton.jit(do_not_specialize=["first_entry", "first_slot", "slots", "query_rows", "key_rows"])
@@ -81,6 +97,7 @@ def _scores_kernel(
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
     DESCRIBED: tl.constexpr, COPIED: tl.constexpr, DQ: tl.constexpr,
+    HELD: tl.constexpr,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next. A block is walked in steps of KEYS keys."""
@@ -95,12 +112,13 @@ def _scores_kernel(
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
     queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
     grads = load_packed(dout, start, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, False)
+    if HELD:
+        queries = _in_registers(queries, 16)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
     statistic = (tl.cast(pack, tl.int64) * query_rows + start) * PACK + row
     row_lse2 = tl.load(lse2 + statistic, mask=live, other=0.0)
     row_delta = tl.load(delta + statistic, mask=live, other=0.0)
-    if DQ:
-        acc = tl.zeros([ROWS, DP], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32) if DQ else 0.0
     place = tl.load(places + slot)
     p_row = (pack * slots + slot - first_slot) * ROWS
     ds_row = p_row + PACKS * slots * ROWS
@@ -109,11 +127,11 @@ def _scores_kernel(
         passed = (step % PARTS) * KEYS
         keys = load_keys(k, place + passed, kv_head, key, col, key_rows, K_ROW, D, DP, True, DESCRIBED)
         values = load_keys(v, place + passed, kv_head, key, col, key_rows, V_ROW, D, DP, True, DESCRIBED)
-        p, ds = _weights(queries, grads, keys, values, row_lse2, row_delta, True, scale_log2, False, PRECISION)
-        _store_block(stored, p, p_row + step // PARTS * ROWS, passed, row, key, BLOCK, COPIED)
-        _store_block(stored, ds, ds_row + step // PARTS * ROWS, passed, row, key, BLOCK, COPIED)
-        if DQ:
-            acc = tl.dot(ds, keys, acc, input_precision=PRECISION)
+        block = step // PARTS * ROWS
+        acc = _scores_step(
+            acc, stored, queries, grads, keys, values, row_lse2, row_delta, True, scale_log2, p_row + block,
+            ds_row + block, passed, row, key, False, PRECISION, BLOCK, COPIED, DQ,
+        )  # fmt: skip
         # The next block's place is read a step before it is used.
         place = tl.load(places + slot + (step + 1) // PARTS)
 
@@ -122,11 +140,11 @@ def _scores_kernel(
         keys = load_keys(k, place + passed, kv_head, key, col, key_rows, K_ROW, D, DP, False, DESCRIBED)
         values = load_keys(v, place + passed, kv_head, key, col, key_rows, V_ROW, D, DP, False, DESCRIBED)
         seen = load_bits(words, mask + step // PARTS - full, row // PACK, passed + key, TOKENS, BLOCK)
-        p, ds = _weights(queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2, True, PRECISION)
-        _store_block(stored, p, p_row + step // PARTS * ROWS, passed, row, key, BLOCK, COPIED)
-        _store_block(stored, ds, ds_row + step // PARTS * ROWS, passed, row, key, BLOCK, COPIED)
-        if DQ:
-            acc = tl.dot(ds, keys, acc, input_precision=PRECISION)
+        block = step // PARTS * ROWS
+        acc = _scores_step(
+            acc, stored, queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2, p_row + block,
+            ds_row + block, passed, row, key, True, PRECISION, BLOCK, COPIED, DQ,
+        )  # fmt: skip
         place = tl.load(places + slot + (step + 1) // PARTS)
 
     if DQ:
@@ -166,14 +184,13 @@ def _dq_product_kernel(
 
 @triton.jit
 def _key_product(
-    stored, source, items, first, count, base, slots, kv_head, query_rows, PACKS: tl.constexpr, D: tl.constexpr,
+    acc, stored, source, items, first, count, base, slots, kv_head, query_rows, PACKS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, COPIED: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a key tile's items of a stored block, transposed, times the rows of ``source``: [BLOCK, DP]."""
+    """Add to ``acc`` [BLOCK, DP], over a key tile's items: a stored block, transposed, times the rows of ``source``."""
     PARTS: tl.constexpr = ROWS // STEP
     row, col, key = tl.arange(0, STEP), tl.arange(0, DP), tl.arange(0, BLOCK)
-    acc = tl.zeros([BLOCK, DP], tl.float32)
     for pack in range(kv_head * PACKS, (kv_head + 1) * PACKS):
         item = items + tl.cast(first, tl.int64) * 2
         number, token = tl.load(item), tl.load(item + 1)
@@ -198,12 +215,12 @@ def _key_product(
 
 @triton.jit(do_not_specialize=["first_entry", "slots", "query_rows", "key_rows"])
 def _key_products_kernel(
-    stored, q, dout, dk, dv, entries, items, first_entry, slots, query_rows, key_rows, scale,
+    stored, q, dout, dk, dv, entries, items, first_entry, slots, query_rows, key_rows,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
     DESCRIBED: tl.constexpr, COPIED: tl.constexpr, Q_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Add a wave's part of dv (even programs) or dk (odd ones) of a key tile to what is there."""
+    """Add a wave's part of dv (even programs) or dk (odd ones) of a key tile to what is there, dk unscaled."""
     PACKS: tl.constexpr = QH // KH // PACK
     kv_head = tl.program_id(0) // 2 % KH
     entry = entries + (first_entry + tl.program_id(0) // (2 * KH)) * ENTRY
@@ -212,18 +229,19 @@ def _key_products_kernel(
     at = kv_head * D + (tl.cast(start, tl.int64) + key)[:, None] * (KH * D) + col[None, :]
     mask = (start + key < key_rows)[:, None] & (col < D)[None, :]
     if tl.program_id(0) % 2 == 0:
+        # What earlier waves left is read first: after the products there are no registers for it.
         acc = _key_product(
-            stored, dout, items, first, count, 0, slots, kv_head, query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP,
-            BLOCK, PRECISION, DESCRIBED, COPIED, DOUT_ROW,
+            tl.load(dv + at, mask=mask, other=0.0), stored, dout, items, first, count, 0, slots, kv_head,
+            query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP, BLOCK, PRECISION, DESCRIBED, COPIED, DOUT_ROW,
         )  # fmt: skip
-        tl.store(dv + at, tl.load(dv + at, mask=mask, other=0.0) + acc, mask=mask)
+        tl.store(dv + at, acc, mask=mask)
     else:
         base = QH // PACK * slots * ROWS
         acc = _key_product(
-            stored, q, items, first, count, base, slots, kv_head, query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP,
-            BLOCK, PRECISION, DESCRIBED, COPIED, Q_ROW,
+            tl.load(dk + at, mask=mask, other=0.0), stored, q, items, first, count, base, slots, kv_head,
+            query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP, BLOCK, PRECISION, DESCRIBED, COPIED, Q_ROW,
         )  # fmt: skip
-        tl.store(dk + at, tl.load(dk + at, mask=mask, other=0.0) + acc * scale, mask=mask)
+        tl.store(dk + at, acc, mask=mask)
 
 
 def backward(
@@ -248,6 +266,7 @@ def backward(
         _fill(q, k, v, dout, *statistics(q, k, out, lse, dout), dq, dk, dv, intervals, scale, how)
     else:
         dq.zero_()
+    dk.mul_(scale)
     return (dq, dk, dv) if accumulate_kv else (dq, dk.to(k.dtype), dv.to(v.dtype))
 
 
@@ -265,7 +284,7 @@ def blocks_of(q: torch.Tensor, kv_heads: int, intervals: Intervals, how: Stored,
 
 
 def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: float, how: Stored) -> None:
-    """dq, and dk and dv added to zeros."""
+    """dq; dv, and dk before its scale, added to zeros."""
     query_rows, query_heads, size = q.shape
     key_rows, kv_heads = k.shape[:2]
     pack = packed_heads(query_heads // kv_heads)
@@ -284,8 +303,8 @@ def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: f
             q, keys, values, dout, lse2, delta, dq, written if how.store_by_copy else workspace, blocks.row_entries,
             blocks.places, blocks.words, *here, scale, scale * LOG2_E, KEYS=how.scores.keys, ENTRY=ROW_ENTRY,
             DESCRIBED=keys_described, COPIED=written_described and how.store_by_copy, DQ=not how.dq_apart,
-            K_ROW=k.stride(0), V_ROW=v.stride(0), num_warps=how.scores.warps, num_stages=how.scores.stages,
-            **shape, **strides,
+            HELD=how.held, K_ROW=k.stride(0), V_ROW=v.stride(0), num_warps=how.scores.warps,
+            num_stages=how.scores.stages, **shape, **strides,
         )  # fmt: skip
         if how.dq_apart:
             (read,), copied = sources([workspace], [rows, how.product.keys])
@@ -295,10 +314,10 @@ def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: f
                 ENTRY=ROW_ENTRY, DESCRIBED=described, COPIED=copied, K_ROW=k.stride(0),
                 num_warps=how.product.warps, num_stages=how.product.stages, **shape,
             )  # fmt: skip
-        _launch_key_products(q, dout, workspace, dk, dv, blocks, wave, intervals.key_end, scale, how, shape | strides)
+        _launch_key_products(q, dout, workspace, dk, dv, blocks, wave, intervals.key_end, how, shape | strides)
 
 
-def _launch_key_products(q, dout, workspace, dk, dv, blocks: Blocks, wave: Wave, key_end, scale, how, shape) -> None:
+def _launch_key_products(q, dout, workspace, dk, dv, blocks: Blocks, wave: Wave, key_end, how, shape) -> None:
     step, pack = how.product.rows, shape["PACK"]
     (read,), copied = sources([workspace], [step, how.block])
     # A step's rows are whole tokens only where a tile has no rows to spare.
@@ -307,6 +326,6 @@ def _launch_key_products(q, dout, workspace, dk, dv, blocks: Blocks, wave: Wave,
     if wave.key_entries[1]:
         _key_products_kernel[(wave.key_entries[1] * 2 * shape["KH"],)](
             read, *given, dk, dv, blocks.key_entries, blocks.items, wave.key_entries[0], blocks.most, q.shape[0],
-            key_end, scale, STEP=step, ENTRY=KEY_ENTRY, DESCRIBED=described, COPIED=copied,
+            key_end, STEP=step, ENTRY=KEY_ENTRY, DESCRIBED=described, COPIED=copied,
             num_warps=how.product.warps, num_stages=how.product.stages, **shape,
         )  # fmt: skip
