@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,17 @@ from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.packing import Pack
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import StepData, pack_loss, prepare_step
+
+_LOG = logging.getLogger(__name__)
+
+
+@cache
+def _warn_of_idle_groups(packs: int, groups: int) -> None:
+    _LOG.warning(
+        "a step has %d packs for %d data-parallel groups: %d groups compute nothing. Set packing.max_pack_tokens to a "
+        "smaller number, or parallel.dp",
+        packs, groups, groups - packs,
+    )  # fmt: skip
 
 
 class Engine:
@@ -232,7 +245,10 @@ class Engine:
                 f"loss.router_aux_coef is {loss.router_aux_coef}, but the rollouts carry routes: balancing counts the "
                 "router's own choices, which they replace; set it to 0"
             )
-        return prepare_step(rollouts, self.packing, loss, self.shape)
+        step = prepare_step(rollouts, self.packing, loss, self.shape)
+        if len(step.packs) < self.mesh.dp and self.ranks.is_first:
+            _warn_of_idle_groups(len(step.packs), self.mesh.dp)
+        return step
 
     def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan, AttentionIntervals]:
         placed = place_pack(pack, self.config.parallel, self.shape)

@@ -1,5 +1,6 @@
 """The engine as a program uses it: steps that learn, equal on every number of ranks, and ranks that disagree."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,27 @@ def test_every_number_of_ranks_takes_the_same_steps(sections):
         assert all(step["loss"] == first["loss"] for rank in ranks for step, first in zip(rank, ranks[0], strict=True))
 
 
+def warnings_of_steps(packings: list[int | None]) -> list[list[str]]:
+    """What the engine warns of in two steps, for each pack budget, on two data-parallel groups."""
+    found: list[list[str]] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found[-1].append(record.getMessage())
+    logging.getLogger("cp_engine.engine").addHandler(handler)
+    for tokens in packings:
+        found.append([])
+        engine = Engine(config(1, parallel={"dp": 2}, packing={"max_pack_tokens": tokens}), this_rank())
+        for _ in range(2):
+            engine.train_step(read_rollouts(SAMPLE, limit=20))
+    return found
+
+
+def test_groups_without_a_pack_are_warned_of_once():
+    (small, whole), others = run_ranks(2, warnings_of_steps, [120, None])
+    assert small == [] and others == [[], []]
+    (told,) = whole
+    assert told.startswith("a step has 1 packs for 2 data-parallel groups: 1 groups compute nothing. Set packing.max")
+
+
 def test_the_group_has_to_fit_the_configuration():
     with pytest.raises(ValueError, match="parallel.cp is 2 but 1 rank processes run: start 2"):
         Engine(config(2), this_rank())
@@ -112,7 +134,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
         engine.model.causal_lm.lm_head.weight[0, 0] = float("nan")
     before = [p.detach().clone() for p in engine.model.parameters()]
     with pytest.raises(RuntimeError, match="the gradient norm of step 1 is nan; the weights are those from before it"):
-        engine.train_step(read_rollouts(SAMPLE, limit=4))
+        engine.train_step(read_rollouts(SAMPLE, limit=20))
     assert engine.steps_done == 0
     after = engine.model.parameters()
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
