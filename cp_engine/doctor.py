@@ -179,14 +179,7 @@ def operators(device) -> list[dict[str, Any]]:
             found += _attention(device, dtype, size)
     for dtype in DTYPES:
         found += _gated_delta_rule(device, dtype)
-    head = {
-        "operator": "log-prob head",
-        "dtype": "all",
-        "head_size": None,
-        "pack": "all",
-        "backend": "torch, in chunks",
-    }
-    return [*found, head | {"why_not": {}, "install": []}]
+    return found + [_head(device, dtype) for dtype in DTYPES]
 
 
 def _attention(device, dtype: str, size: int) -> list[dict[str, Any]]:
@@ -238,7 +231,17 @@ def _gated_delta_rule(device, dtype: str) -> list[dict[str, Any]]:
     ]
 
 
-def _entry(operator: str, dtype: str, size: int, pack: str, backend: str, why: dict, device) -> dict[str, Any]:
+def _head(device, dtype: str) -> dict[str, Any]:
+    import torch
+
+    from cp_engine.kernels.logprob import api, triton
+
+    hidden, head = Rows(device, getattr(torch, dtype), (0, 1, 1)), torch.nn.Linear(1, 1, bias=False, device="meta")
+    name, why = api.choose("auto", hidden, head), {"triton": triton.why_not(hidden, head)}
+    return _entry("log-prob head", dtype, None, "all", name, why, device)
+
+
+def _entry(operator: str, dtype: str, size: int | None, pack: str, backend: str, why: dict, device) -> dict[str, Any]:
     reasons = {name: reason or "can run and is not picked" for name, reason in why.items() if name != backend}
     # Packages are asked about last, so where one is named nothing else is in the way.
     named = [re.search(r"pip install ([^)]+)", reason) for reason in reasons.values()]

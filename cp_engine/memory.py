@@ -21,7 +21,8 @@ from cp_engine.sharding.cost import ModelShape
 
 Recompute = Literal["none", "layers", "layers_keep_mixers"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "layers", "layers_keep_mixers")
-HEAD_CHUNK = 2**26  # logits of one chunk (`kernels/logprob`)
+HEAD_CHUNK = 2**26  # logits of one chunk of the reference head (`kernels/logprob`)
+TRITON_HEAD_CHUNK = 2**30  # bytes of logits of one chunk of the Triton head
 _CHUNK = 64  # tokens of a chunk of the GDN kernels
 RESERVED = 2 * 2**30  # device context, libraries' workspaces and fragmentation (predicted)
 
@@ -36,6 +37,7 @@ class MemorySetup:
         adapter_width: sum of the ranks of the adapters of one layer.
         optimizer_moments: tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 0 for SGD.
         triton_gdn: the kernels of 16-bit models on GPUs, which keep the inverse of each chunk of 64 tokens.
+        triton_head: the head's kernels on GPUs, which hold logits once.
     """
 
     engine: Literal["plain", "fsdp2", "deepspeed"] = "plain"
@@ -48,6 +50,7 @@ class MemorySetup:
     recompute: Recompute = "none"
     offload_activations: bool = False
     triton_gdn: bool = True
+    triton_head: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,16 @@ def predict_memory(tokens: int, model: ModelSizes, setup: MemorySetup, traffic: 
     activations = (0 if setup.offload_activations else kept) + tokens * final_bytes(model)
     present = [attention for count, attention in kinds if count]
     backward = max(backward_bytes(attention, model, setup) for attention in present) * tokens
-    logits, (head_forward, head_backward) = min(HEAD_CHUNK, tokens * model.vocab), logit_bytes(shape)
+    head_forward, head_backward = head_bytes(tokens, model, setup)
     held = weights + gradients + optimizer + activations + traffic.attention_buffers
-    working = max(logits * head_backward, backward, gradient_bytes(model, setup))
+    working = max(head_backward, backward, gradient_bytes(model, setup))
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         exchange=traffic.attention_buffers,
-        forward_peak=held + max(logits * head_forward, tokens * forward_bytes(model)),
+        forward_peak=held + max(head_forward, tokens * forward_bytes(model)),
         backward_peak=held + working,
     )
 
@@ -255,10 +258,20 @@ def forward_bytes(model: ModelSizes) -> int:
     return max(3 * accumulation(shape) * shape.hidden, 2 * e * shape.mlp_width + e * shape.hidden)
 
 
-def logit_bytes(shape: ModelShape) -> tuple[int, int]:
-    """Bytes of a logit in a chunk's forward and backward: logits, their log-softmax, probabilities, and gradients."""
-    e, a = shape.element_bytes, accumulation(shape)
-    return e + 4 * a, 4 * e + 4 * a
+def head_bytes(tokens: int, model: ModelSizes, setup: MemorySetup) -> tuple[int, int]:
+    """Bytes of the head in forward and in backward: a chunk's logits, and what is made of them.
+
+    The reference holds logits, their log-softmax, probabilities, and gradients. The Triton head holds logits, which
+    become their gradients, and adds the gradient of a trained weight up in the accumulation dtype; with sharding
+    engines that is in the place of the gradients that are counted with the weights.
+    """
+    e, a = model.shape.element_bytes, accumulation(model.shape)
+    if not setup.triton_head or e == 8:
+        logits = min(HEAD_CHUNK, tokens * model.vocab)
+        return logits * (e + 4 * a), logits * (4 * e + 4 * a)
+    logits = min(TRITON_HEAD_CHUNK, tokens * model.vocab * e)
+    trained = setup.engine == "plain" and setup.adapter_parameters is None
+    return logits, logits + trained * a * model.vocab * model.shape.hidden
 
 
 def gradient_bytes(model: ModelSizes, setup: MemorySetup) -> int:

@@ -66,6 +66,7 @@ def run_sizes(config: Config, model: nn.Module, ranks: Ranks) -> tuple[ModelSize
         recompute=config.memory.recompute,
         offload_activations=config.memory.offload_activations,
         triton_gdn=ranks.device.type == "cuda",
+        triton_head=ranks.device.type == "cuda",
     )
     return sizes, setup
 

@@ -18,6 +18,7 @@ from cp_engine.config import MemoryConfig, OptimizerConfig
 from cp_engine.distributed.plain import PlainModel
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.kernels.logprob import api as logprob
+from cp_engine.kernels.logprob import triton as triton_head
 from cp_engine.layers import attention as attention_layer
 from cp_engine.memory import (
     RECOMPUTE,
@@ -144,7 +145,7 @@ def test_peaks_are_predicted(monkeypatch, recompute, tokens, vocab, chunk):
         forward, kept = live.peak, live.now
         loss, live.peak = log_prob.sum() + entropy.sum(), 0
         loss.backward()
-    predicted = predict_memory(tokens, sizes, MemorySetup(engine="deepspeed", recompute=recompute))
+    predicted = predict_memory(tokens, sizes, MemorySetup(engine="deepspeed", recompute=recompute, triton_head=False))
     states = predicted.weights + predicted.gradients + predicted.optimizer
     assert predicted.activations == pytest.approx(kept, rel=0.05)
     assert predicted.forward_peak - states == pytest.approx(forward, rel=0.1)
@@ -202,6 +203,18 @@ def test_the_most_tokens_fit_and_one_more_does_not():
             ]
             assert most > 1000 and peaks[0] + RESERVED <= capacity < peaks[1] + RESERVED
     assert most_tokens(10**9, model, setup) == 0
+
+
+def test_the_head_by_hand():
+    """65,536 rows of Qwen3-8B: a chunk of bfloat16 logits, and a trained head's gradient in float32."""
+    model, tokens = model_sizes("qwen3-8b"), 65_536
+    assert memory.TRITON_HEAD_CHUNK == triton_head.CHUNK_BYTES and memory.HEAD_CHUNK == logprob.MAX_CHUNK_LOGITS
+    wide = 4 * 151_936 * 4096
+    assert memory.head_bytes(tokens, model, MemorySetup()) == (2**30, 2**30 + wide)
+    for setup in (MemorySetup(adapter_parameters=10**7), MemorySetup(engine="fsdp2", shards=8)):
+        assert memory.head_bytes(tokens, model, setup) == (2**30, 2**30)
+    assert memory.head_bytes(100, model, MemorySetup(engine="fsdp2", shards=8)) == (30_387_200, 30_387_200)
+    assert memory.head_bytes(tokens, model, MemorySetup(triton_head=False)) == (18 * 2**26, 24 * 2**26)
 
 
 @pytest.mark.gpu

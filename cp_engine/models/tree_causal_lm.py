@@ -71,4 +71,4 @@ class EdgeScorer(nn.Module):
         self, hidden: torch.Tensor, head: nn.Module, edges: EdgeTables, vocab_size: int, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`edge_logprobs`."""
-        return edge_logprobs(hidden, head.forward, edges, vocab_size, temperature)
+        return edge_logprobs(hidden, head, edges, vocab_size, temperature)

@@ -1,22 +1,29 @@
 """Edge log-probs without ever holding the logits of all predictors.
 
+Two backends: `reference` on any device and for any head, and `triton` for linear heads on GPUs.
+
 Shapes: n local rows, C hidden size, V vocabulary, M predictors, E edges (sorted by predictor).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cp_engine.kernels.logprob import triton
 from cp_engine.kernels.logprob.reference import logits_to_edges
 
-# Logits elements of one chunk: 2**26 are 256 MiB in float32, 441 rows of a 151,936 vocabulary. Larger chunks make the
-# head's matrix products no faster; forward and backward hold about four arrays of this size.
+BACKENDS = ("auto", "reference", "triton")
+# Logits elements of one chunk of the reference: 2**26 are 256 MiB in float32, 441 rows of a 151,936 vocabulary. Larger
+# chunks make the head's matrix products no faster; forward and backward hold about four arrays of this size.
 MAX_CHUNK_LOGITS = 2**26
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +34,7 @@ class EdgeTables:
     edge_predictor: torch.Tensor  # int64 [E] index into predictor_row, ascending
     edge_target: torch.Tensor  # int64 [E] token id
     edge_start: np.ndarray  # int64 [M + 1] first edge of each predictor; on the host, so cutting chunks needs no sync
+    edge_ptr: torch.Tensor  # the same on the device
 
     @property
     def predictors(self) -> int:
@@ -38,53 +46,91 @@ def edge_tables(
 ) -> EdgeTables:
     """Put the index arrays of the edges (int64 [M], [E] ascending, [E]) on a device."""
     assert (np.diff(edge_predictor) >= 0).all(), "edges must be sorted by predictor"
-    row, predictor, target = (
+    start = np.searchsorted(edge_predictor, np.arange(len(predictor_row) + 1))
+    row, predictor, target, pointer = (
         torch.as_tensor(array, dtype=torch.int64, device=device)
-        for array in (predictor_row, edge_predictor, edge_target)
+        for array in (predictor_row, edge_predictor, edge_target, start)
     )
-    return EdgeTables(row, predictor, target, np.searchsorted(edge_predictor, np.arange(len(predictor_row) + 1)))
+    return EdgeTables(row, predictor, target, start, pointer)
+
+
+def choose(backend: str, hidden: torch.Tensor, head: nn.Module) -> str:
+    """``reference`` or ``triton`` for hidden states like these [., C] and a head.
+
+    ``auto`` takes ``triton`` wherever it runs on a GPU.
+
+    Raises:
+        ValueError: for an unknown backend, and for ``triton`` where it cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"log-prob backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if backend == "reference" or (backend == "auto" and hidden.device.type != "cuda"):
+        return "reference"
+    reason = triton.why_not(hidden, head)
+    if backend == "triton" and reason is not None:
+        raise ValueError(f"log-prob backend triton {reason}")
+    name = "triton" if reason is None else "reference"
+    _log_once(name, str(hidden.dtype), reason)
+    return name
+
+
+@cache
+def _log_once(name: str, dtype: str, reason: str | None) -> None:
+    told = f"; triton {reason}" if reason else ""
+    _LOG.info("log-prob head, %s: backend %s%s", dtype, name, told)
 
 
 def edge_logprobs(
     hidden: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
+    head: nn.Module,
     edges: EdgeTables,
     vocab_size: int,
     temperature: float = 1.0,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of every edge, and the entropy of its predictor's distribution (`reference.logits_to_edges`).
 
-    Goes over the predictors in chunks of at most `MAX_CHUNK_LOGITS` logits; backward recomputes each chunk's logits.
-    Without predictors the head still runs, on zero rows, so that ``hidden`` and the head's parameters get zero
-    gradients and every rank's backward is the same.
+    Goes over the predictors in chunks whose logits are computed again in backward. Without predictors ``hidden`` and
+    the head's parameters get zero gradients all the same, so that every rank's backward is the same.
 
     Args:
         hidden: [n, C] final hidden states of the local rows.
-        head: the language-model head, [m, C] -> [m, V]. It is called as a module, because adapters and sharded
-            parameters live in its forward.
+        head: the language-model head, [m, C] -> [m, V]. Its hooks are not run: ranks have different numbers of chunks.
         vocab_size: V.
         temperature: the sampling temperature that logits are divided by.
+        backend: one of `BACKENDS`, see `choose`.
 
     Returns:
         log_prob [E] and entropy [E] in nats, in the accumulation dtype, both differentiable.
 
     Raises:
-        ValueError: for a temperature that is not a positive number.
+        ValueError: for a temperature that is not a positive number, and as `choose`.
     """
     if not 0.0 < temperature < float("inf"):
         raise ValueError(f"temperature must be a positive number, got {temperature}")
+    # Selected once and then split: each chunk's own selection would hand back a gradient of all n rows.
+    selected = hidden.index_select(0, edges.predictor_row)
+    if choose(backend, hidden, head) == "triton":
+        return triton.edge_logprobs(selected, head.weight, edges.edge_ptr, edges.edge_target, temperature)
+    return _reference(selected, head, edges, vocab_size, temperature)
+
+
+def _reference(
+    selected: torch.Tensor, head: nn.Module, edges: EdgeTables, vocab_size: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`edge_logprobs` of predictors with hidden states [M, C], in chunks of at most `MAX_CHUNK_LOGITS` logits. Without
+    predictors the head still runs, on zero rows. Its forward is called, because adapters live there."""
     rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
 
-    def chunk(selected: torch.Tensor, predictor: torch.Tensor, target: torch.Tensor):
-        return logits_to_edges(head(selected), predictor, target, temperature)
+    def chunk(hidden: torch.Tensor, predictor: torch.Tensor, target: torch.Tensor):
+        return logits_to_edges(head.forward(hidden), predictor, target, temperature)
 
     log_probs, entropies = [], []
-    # Selected once and then split: each chunk's own selection would hand back a gradient of all n rows.
-    for index, selected in enumerate(hidden.index_select(0, edges.predictor_row).split(rows)):
+    for index, hidden in enumerate(selected.split(rows)):
         first, last = index * rows, min((index + 1) * rows, edges.predictors)
         part = slice(int(edges.edge_start[first]), int(edges.edge_start[last]))
         log_prob, entropy = checkpoint(
-            chunk, selected, edges.edge_predictor[part] - first, edges.edge_target[part], use_reentrant=False
+            chunk, hidden, edges.edge_predictor[part] - first, edges.edge_target[part], use_reentrant=False
         )
         log_probs.append(log_prob)
         entropies.append(entropy)

@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from cp_engine.kernels.logprob import api, edge_logprobs, edge_tables
+from cp_engine.kernels.shared import packages
 
 # Rows [11,12,13,14,15], [11,12,13,14,21,22], [11,12,31], the first row again, [11,12,13], [41].
 # Depth-first rows: 11 12 13 14 21 22 15 31 41 -> 0..8; edges (predictor row -> target: multiplicity).
@@ -72,8 +75,14 @@ def test_chunks_equal_the_definition_with_gradients(monkeypatch, chunk_rows):
 def test_no_chunk_exceeds_the_bound_and_backward_recomputes(monkeypatch):
     monkeypatch.setattr(api, "MAX_CHUNK_LOGITS", 50 * 5)
     sizes = []
-    head = nn.Linear(8, 50)
-    head.register_forward_hook(lambda module, args, out: sizes.append(out.numel()))
+
+    class Counted(nn.Linear):
+        def forward(self, hidden):
+            out = super().forward(hidden)
+            sizes.append(out.numel())
+            return out
+
+    head = Counted(8, 50)
     hidden = torch.randn(37, 8, requires_grad=True)
     log_prob, _ = edge_logprobs(hidden, head, edge_tables(*random_edges(2)), 50)
     assert len(sizes) == 5 and max(sizes) <= 250
@@ -107,3 +116,38 @@ def test_a_rank_without_predictors_gives_zero_gradients_to_everything():
 def test_temperature_must_be_positive(temperature):
     with pytest.raises(ValueError, match="temperature must be a positive number"):
         edge_logprobs(torch.zeros(9, 64), nn.Identity(), closed_form_tables(), 64, temperature)
+
+
+def test_refusals_of_triton_name_the_remedy():
+    hidden, head = torch.zeros(9, 8), nn.Linear(8, 64, bias=False)
+    with pytest.raises(ValueError, match="backend must be one of auto, reference, triton; got 'eager'"):
+        edge_logprobs(hidden, head, closed_form_tables(), 64, backend="eager")
+    with pytest.raises(ValueError, match="triton needs a GPU, or TRITON_INTERPRET=1 before the start; .* on cpu"):
+        edge_logprobs(hidden, head, closed_form_tables(), 64, backend="triton")
+    with pytest.raises(ValueError, match="computes float32, bfloat16 and float16; got torch.float64. Use reference"):
+        edge_logprobs(hidden.double(), head.double(), closed_form_tables(), 64, backend="triton")
+    for other in (nn.Linear(8, 64), nn.Identity()):
+        with pytest.raises(ValueError, match=f"one linear layer without bias or adapter; got {type(other).__name__}"):
+            edge_logprobs(hidden, other, closed_form_tables(), 64, backend="triton")
+
+
+def test_auto_takes_triton_on_gpus_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(packages, "installed", lambda module: module != "triton" or there)
+    head, adapted = nn.Linear(8, 64, bias=False), nn.Sequential(nn.Linear(8, 64))
+    caplog.set_level("INFO", "cp_engine.kernels.logprob.api")
+    api._log_once.cache_clear()
+
+    def choice(device, dtype, head):
+        return api.choose("auto", SimpleNamespace(device=torch.device(device), dtype=dtype), head)
+
+    there = True
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert choice("cuda", dtype, head) == "triton" and choice("cpu", dtype, head) == "reference"
+    assert choice("cuda", torch.float64, head) == choice("cuda", torch.bfloat16, adapted) == "reference"
+    there = False
+    assert choice("cuda", torch.bfloat16, head) == "reference"
+    told = "\n".join(caplog.messages)
+    assert "log-prob head, torch.bfloat16: backend triton" in told
+    assert "torch.float64: backend reference; triton computes float32, bfloat16 and float16" in told
+    assert "backend reference; triton needs a head that is one linear layer without bias or adapter; got Seq" in told
+    assert "backend reference; triton needs the package triton (pip install triton)" in told
