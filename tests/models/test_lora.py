@@ -127,3 +127,26 @@ def test_saving_an_adapter_needs_one(tmp_path):
     engine = Engine(tiny_config({}), this_rank())
     with pytest.raises(ValueError, match="there is no adapter to save: the configuration has no lora section"):
         engine.save(tmp_path / "a", adapter=True)
+
+
+def test_the_sum_inside_the_product_is_that_of_peft():
+    """Outputs and gradients of every adapted layer, also where its input needs none and where it is a view."""
+    model = lora_model("tiny-qwen3.5", seed=0, dtype=torch.float64)
+    seen = 0
+    for _, layer in lora_layers(model):
+        x = torch.randn(2, 5, layer.in_features, dtype=torch.float64)
+        weights = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        plain_b = torch.nn.Linear.forward
+        for needs_grad in (True, False):
+            x.requires_grad_(needs_grad)
+            wanted = (*weights, x) if needs_grad else weights
+            ours = layer(x)
+            dout = torch.randn_like(ours)
+            mine = torch.autograd.grad(ours, wanted, dout)
+            low = plain_b(layer.lora_A["default"], x)
+            true = plain_b(layer.base_layer, x) + plain_b(layer.lora_B["default"], low) * layer.scaling["default"]
+            theirs = torch.autograd.grad(true, wanted, dout)
+            for one, other in zip((ours, *mine), (true, *theirs), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        seen += 1
+    assert seen >= len(ALL)
