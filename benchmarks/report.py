@@ -106,6 +106,14 @@ Published: gain over flat FlashAttention-2 that DualKV reports for one H100.
 """
 
 
+LM_HEAD = """Log-probs and entropies of edges from hidden states in bf16, medians in ms: `triton` (also with other sizes
+of its chunks of logits) against the eager `reference`. Products: the matrix products alone, in the chunks of `triton`;
+of a forward pass one, of a backward pass two where the head is frozen, else three (the first of them, the logits, is
+computed again). Error: largest relative root mean square of log-probs, entropies and gradients against float64; wrong
+results get no gain. Memory: beside inputs and truth.
+"""
+
+
 @dataclass(frozen=True)
 class Section:
     """How the records of one bench are shown."""
@@ -329,6 +337,12 @@ def step_layers(records: list[dict]) -> str:
     return table((*head, "published", "MFU", "error"), rows)
 
 
+def heads(records: list[dict]) -> str:
+    columns = ("workload", "method", "predictors", "hidden", "vocab", "head", "fwd_ms", "bwd_ms", "products_fwd_ms")
+    columns += ("products_bwd_ms", "gain", "over_products", "max_err", "peak_gib")
+    return table([key.replace("_", " ") for key in columns], [[_cell(r[key]) for key in columns] for r in records])
+
+
 def every_column(records: list[dict]) -> str:
     columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
     columns = [k for k in columns if any(r.get(k) is not None for r in records)]
@@ -352,6 +366,7 @@ SECTIONS = {
     "gdn-sweep": Section("Gated delta rule, launch options", GDN_SWEEP, every_column),
     "forest": Section("Building the forests of the seven sets", "Median of repeats on one core.\n", every_column),
     "attention": Section("Attention", ATTENTION, attention),
+    "head": Section("LM head", LM_HEAD, heads),
     "step": Section("Training steps", STEP, steps),
     "step-layer": Section("One decoder layer", STEP_LAYER, step_layers),
     "game": Section("Learning the coin game", GAME, lambda records: table(*game_rows(records))),

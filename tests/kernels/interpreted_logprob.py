@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import clock, head
 from cp_engine.kernels.logprob import edge_logprobs, edge_tables, row_kernels, triton
 from tests.kernels.attention_oracle import poisoned_memory
 from tests.kernels.head_cases import NAMES, HeadCase, head_case, head_errors, without_edges
@@ -186,3 +187,12 @@ def test_a_chunk_scored_as_another_shows(monkeypatch):
     with poisoned_memory():
         found = head_case(9, vocab=65).to("cpu", torch.float32).run("triton")
     assert all(x.isnan().any() for x in found)
+
+
+def test_the_benchmark(monkeypatch):
+    for name, value in {"REPEATS": 1, "FEWEST": 1, "WARM_UPS": 0}.items():
+        monkeypatch.setattr(clock, name, value)
+    monkeypatch.setitem(head.WORKLOADS, "toy", head.Workload(30, 40, 16, 65, True))
+    records = head.run_workload("toy", ["reference", "triton"], [1024, 1], torch.device("cpu"), torch.float32)
+    assert [record["method"] for record in records] == ["reference", "triton", "triton_1_mib"]
+    assert all(record["max_err"] < 1e-5 and record["gain"] > 0 for record in records)
