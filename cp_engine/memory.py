@@ -183,7 +183,7 @@ def inside_bytes(attention: bool, model: ModelSizes, setup: MemorySetup) -> int:
     """Bytes of a token that one layer saves for its own backward."""
     shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
     norm = _norm_bytes(shape.hidden, 1, model)
-    mixer = _attention_bytes(model) if attention else _gdn_bytes(model) + _chunk_bytes(model, setup)
+    mixer = _attention_bytes(model) if attention else _gdn_bytes(model, setup) + _chunk_bytes(model, setup)
     mlp = 4 * shape.mlp_width * e
     if model.experts:
         # Rows are copied for each of their experts, before and after; routers keep logits, choices and indices.
@@ -211,17 +211,25 @@ def _attention_bytes(model: ModelSizes) -> int:
     return total
 
 
-def _gdn_bytes(model: ModelSizes) -> int:
+def _gdn_bytes(model: ModelSizes, setup: MemorySetup) -> int:
     shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
     values = shape.gdn_value_heads * model.gdn_value_dim
     channels = 2 * shape.gdn_key_heads * model.gdn_key_dim + values
-    gates = (3 * a + e) * shape.gdn_value_heads  # softplus in and out, g, beta
-    return e * channels + gates + (3 * a + 3 * e) * values + a * shape.gdn_value_heads
+    if _on_triton(model, setup):
+        gates, norm = (a + 3 * e) * shape.gdn_value_heads, 0  # a, b, g, beta
+    else:
+        gates = (3 * a + e) * shape.gdn_value_heads  # softplus in and out, g, beta
+        norm = 3 * a * values + a * shape.gdn_value_heads  # float32 copies of its input and gate, and root mean squares
+    return e * channels + gates + 3 * e * values + norm
+
+
+def _on_triton(model: ModelSizes, setup: MemorySetup) -> bool:
+    return setup.triton_gdn and model.shape.element_bytes == 2
 
 
 def _chunk_bytes(model: ModelSizes, setup: MemorySetup) -> int:
     shape = model.shape
-    if not setup.triton_gdn or shape.element_bytes != 2:
+    if not _on_triton(model, setup):
         return 0
     return shape.gdn_value_heads * (_CHUNK * shape.element_bytes + 4)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from types import MethodType
 
 import torch
-import torch.nn.functional as F
 
+from cp_engine.kernels import gates
 from cp_engine.layers.gdn import GdnHeads, tree_gated_delta_rule
 from cp_engine.pack import pack_of
 
@@ -39,10 +39,12 @@ def _is_fused(layer: torch.nn.Module) -> bool:
 
 
 def patch_gdn_layers(model: torch.nn.Module) -> None:
-    """Replace the forward of every GDN layer instance of ``model``; its class, modules and weights stay as they are."""
+    """Replace the forward of every GDN layer instance of ``model`` and of its gated norm; classes, modules and weights
+    stay as they are."""
     for layer in gdn_layers(model):
         assert layer.conv1d.bias is None, "the tree convolution has no bias"
         layer.forward = MethodType(_tree_forward, layer)
+        layer.norm.forward = MethodType(_norm_forward, layer.norm)
 
 
 def _split_projections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -67,8 +69,7 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
     the tree.
 
     Only what both supported versions of `transformers` name alike is used: the projections and the norm (called as
-    modules), ``conv1d.weight``, ``A_log`` and ``dt_bias``. ``g = -exp(A_log) * softplus(a + dt_bias)`` in
-    float32 and ``beta = sigmoid(b)``, as there.
+    modules), ``conv1d.weight``, ``A_log`` and ``dt_bias``.
 
     Args:
         hidden_states: [1, n, C].
@@ -81,16 +82,26 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
     assert pack.gdn is not None, "the pack was planned without GDN layers: give shard_plan the conv_width"
     projections = _split_projections if _is_split(self) else _fused_projections
     mixed_qkv, z, b, a = projections(self, hidden_states)
-    # The only parameters that are read, not called.
-    conv_weight, decay_rate, dt_bias = self.conv1d.weight.squeeze(1), self.A_log.float().exp(), self.dt_bias
+    # The only parameters that are read, not called: the convolution's weight, A_log and dt_bias.
+    g, beta = gates.input_gates(a, b, self.A_log, self.dt_bias)
     out = tree_gated_delta_rule(
         mixed_qkv,
-        conv_weight,
-        -decay_rate * F.softplus(a.float() + dt_bias),
-        b.sigmoid(),
+        self.conv1d.weight.squeeze(1),
+        g,
+        beta,
         pack.gdn,
         pack.group,
         GdnHeads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
     )
     out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(out.reshape(1, hidden_states.shape[1], -1))
+
+
+def _norm_forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``Qwen3_5RMSNormGated.forward`` and ``Qwen3NextRMSNormGated.forward``, [n HV, V] each, in one pass over memory.
+
+    The module is still called as one, so hooks that gather its weight see the call.
+    """
+    if gates.choose(hidden_states) == "reference":
+        return type(self).forward(self, hidden_states, gate)
+    return gates.gated_norm(hidden_states, gate, self.weight, self.variance_epsilon)

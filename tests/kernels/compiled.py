@@ -1,0 +1,49 @@
+"""Triton kernels compiled for Hopper on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Compiled(NamedTuple):
+    ptx: str
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's stack
+    shared: int  # bytes of a program
+
+
+def compile_for_hopper(kernel, constants: dict, types: dict[str, str], warps: int, stages: int = 3) -> Compiled:
+    """A kernel for sm_90; skips the test where Triton, or its tool that counts registers, is missing.
+
+    Args:
+        constants: of the kernel's arguments; those that it does not have are left out.
+        types: of the other arguments, in Triton's words; the rest are pointers to bfloat16.
+    """
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, places, aligned = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else types.get(name, "*bf16")
+        if name in constants:
+            places[(place,)] = constants[name]
+        elif signature[name].startswith("*"):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    made = triton.compile(
+        ASTSource(kernel, signature, places, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
+    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.is_file():
+        pytest.skip("this Triton comes without cuobjdump")
+    binary = Path(made.metadata_group[next(name for name in made.metadata_group if name.endswith(".cubin"))])
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return Compiled(made.asm["ptx"], int(registers), int(stack), made.metadata.shared)
