@@ -3,16 +3,22 @@
 import tests.kernels.interpreted  # isort: skip  # noqa: F401  # before anything that imports Triton
 
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks import clock, head
 from cp_engine.kernels.logprob import edge_logprobs, edge_tables, row_kernels, triton
+from cp_engine.models import tree_causal_lm
+from cp_engine.models.tree_causal_lm import EdgeScorer
 from tests.kernels.attention_oracle import poisoned_memory
 from tests.kernels.head_cases import NAMES, HeadCase, head_case, head_errors, without_edges
+from tests.ranks import run_ranks
 
 BOUND = 2e-6  # float32; the worst seen is in the log
 
@@ -196,3 +202,37 @@ def test_the_benchmark(monkeypatch):
     records = head.run_workload("toy", ["reference", "triton"], [1024, 1], torch.device("cpu"), torch.float32)
     assert [record["method"] for record in records] == ["reference", "triton", "triton_1_mib"]
     assert all(record["max_err"] < 1e-5 and record["gain"] > 0 for record in records)
+
+
+def sharded_gradients(backend: str) -> list[torch.Tensor]:
+    """Gradients of a layer and a head in one FSDP2 unit of two ranks, the second of which scores nothing."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank = dist.get_rank()
+    mine = (head_case(10) if rank == 0 else without_edges()).to("cpu", torch.float32)
+    tables = edge_tables(mine.row, mine.predictor, mine.target)
+    layer, lm_head, scorer = nn.Linear(16, 16, bias=False), nn.Linear(16, 50, bias=False), EdgeScorer()
+    layer.weight.data, lm_head.weight.data = mine.weight[:16] * 4, mine.weight.clone()
+    dist.broadcast(layer.weight.data, 0)
+    dist.broadcast(lm_head.weight.data, 0)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.lm_head, self.scorer = layer, lm_head, scorer
+
+        def forward(self, hidden):
+            return self.scorer(self.layer(hidden), self.lm_head, tables, 50, 1.0)
+
+    whole = fully_shard(Whole(), reshard_after_forward=False)
+    chosen = mock.patch.object(tree_causal_lm, "edge_logprobs", partial(edge_logprobs, backend=backend))
+    with chosen, mock.patch.object(triton, "CHUNK_BYTES", 4 * 8 * 50):
+        log_prob, entropy = whole(mine.hidden)
+        ((log_prob * mine.dlog_prob).sum() + (entropy * mine.dentropy).sum()).backward()
+    return [parameter.grad.full_tensor() for parameter in whole.parameters()]
+
+
+def test_sharded_weights():
+    found, expected = (run_ranks(2, sharded_gradients, backend) for backend in ("triton", "reference"))
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert b.abs().max() > 0.1 and (a - b).abs().max() <= 10 * BOUND * b.abs().max()

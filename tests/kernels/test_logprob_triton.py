@@ -135,6 +135,6 @@ def test_memory_on_gpu(frozen):
     peak = torch.cuda.max_memory_allocated() - before
     del results
     logits, row, weight = triton.chunk_rows(vocab, 2) * vocab * 2, predictors * width * 2, vocab * width
-    # Hidden states twice (cloned and selected), their gradient twice, the clone of the weight, edges and statistics.
+    # Hidden states cloned and selected, gradients of both, the clone of the weight, edges and statistics.
     expected = logits + 4 * row + 2 * weight + 2**20 + (0 if frozen else 4 * weight)
-    assert expected * 0.9 - 3 * row <= peak <= expected * 1.05 + (0 if frozen else 2 * weight), (peak, expected)
+    assert expected * 0.95 <= peak <= expected * 1.05, (peak, expected)
