@@ -5,6 +5,9 @@ then a row's gradient is the sum of ``dy[reader] * weight[tap]`` over its reader
 fragment only need no list (`_rows_kernel`); those read by several fragments or by other ranks add up a list in a fixed
 order (`_listed_kernel`), so nothing is atomic.
 
+Programs that run at the same time have heads, or blocks of channels, of the same rows: what they read lies together.
+Kernels read the weight as float32 [W, C].
+
 Shapes: n local rows, m fetched rows, M rows sent to other ranks, W taps, C channels, D size of a head.
 """
 
@@ -18,11 +21,14 @@ from cp_engine.kernels.conv.reference import NORM_EPS
 from cp_engine.kernels.conv.tables import Channels, ConvTables, Readers
 from cp_engine.kernels.shared.triton import tl, triton
 
-ROWS = 32  # of a tile
-SPLITS = 64  # programs of a head that share the rows, each with a partial gradient of the weight
+ROWS = 16  # of a tile
+WARPS = 4
+# A tile of the backward of q, k and v belongs to one warp: its sums over rows then need neither shared memory nor
+# barriers, and three warps on each of a multiprocessor's schedulers hide the loads of the others.
+VALUE_ROWS, VALUE_WARPS = 8, 1
+SPLITS = 256  # programs of a head that share the rows, each with a partial gradient of the weight
 CHANNELS = 128  # of a program that sums over readers
 ENTRIES = 16  # of a list, read at once
-WARPS = 4
 
 
 @triton.jit
@@ -32,12 +38,12 @@ def _tap(
 ):  # fmt: skip
     """Input of one tap of a tile, float32, for channels ``column`` of all C; ``total`` is n + m."""
     source = tl.cast(tl.load(taps + row * W + tap, mask=live, other=0), tl.int64)
-    here = (live & (source < rows))[:, None] & inside[None, :]
-    value = tl.load(x + source[:, None] * C + column[None, :], mask=here, other=0.0).to(tl.float32)
+    start, known = x + source * C, live & (source < rows)
     if FETCHED:
-        there = (live & (source >= rows) & (source < total))[:, None] & inside[None, :]
-        value += tl.load(fetched + (source - rows)[:, None] * C + column[None, :], mask=there, other=0.0).to(tl.float32)
-    return value
+        start = tl.where(source < rows, start, fetched + (source - rows) * C)
+        known = live & (source < total)
+    at = start[:, None] + column[None, :]
+    return tl.load(at, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -49,7 +55,7 @@ def _convolved(
     result = tl.zeros([ROWS, DP], dtype=tl.float32)
     for tap in tl.static_range(W):
         value = _tap(x, fetched, taps, tap, row, column, live, inside, rows, total, C, W, FETCHED)
-        result += value * tl.load(weight + column * W + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result += value * tl.load(weight + tap * C + column, mask=inside, other=0.0)[None, :]
     return result
 
 
@@ -60,8 +66,8 @@ def _qkv_kernel(
     FETCHED: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of all rows without fetched ones, or of the ``late`` rows, which read fetched ones."""
-    head = tl.program_id(1)
-    row, inner = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
+    head, tile = tl.program_id(0) % H, tl.program_id(0) // H
+    row, inner = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
     live, written, inside = row < used, row < rows, inner < D
     if FETCHED:
         row = tl.cast(tl.load(late + row, mask=live, other=0), tl.int64)
@@ -70,7 +76,7 @@ def _qkv_kernel(
     y = _convolved(x, fetched, weight, taps, row, column, live, inside, rows, total, C, W, FETCHED, ROWS, DP)
     y = y / (1.0 + tl.exp(-y))
     if NORM:
-        y = y / tl.sqrt(tl.sum(y * y, 1) + EPS)[:, None]
+        y *= (1.0 / tl.sqrt(tl.sum(y * y, 1) + EPS))[:, None]
     at = out + row[:, None] * (H * D) + head * D + inner[None, :]
     tl.store(at, y.to(out.dtype.element_ty), mask=written[:, None] & inside[None, :])
 
@@ -82,7 +88,7 @@ def _values_kernel(
     WP: tl.constexpr, FETCHED: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    split, head = tl.program_id(0), tl.program_id(1)
+    head, split = tl.program_id(0), tl.program_id(1)
     inner, tap_number = tl.arange(0, DP), tl.arange(0, WP)
     inside, column = inner < D, FIRST + head * D + inner
     sums = tl.zeros([WP, DP], dtype=tl.float32)
@@ -107,23 +113,25 @@ def _values_kernel(
             value = _tap(x, fetched, taps, tap, row, column, live, inside, rows, total, C, W, FETCHED)
             part = tl.sum(grad * value, 0)
             sums += tl.where(tap_number == tap, 1.0, 0.0)[:, None] * part[None, :]
-    at = dweight + tl.cast(split, tl.int64) * (C * W) + column[None, :] * W + tap_number[:, None]
+    at = dweight + tl.cast(split, tl.int64) * (W * C) + tap_number[:, None] * C + column[None, :]
     tl.store(at, sums, mask=(tap_number < W)[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rows_kernel(
-    dy, weight, following, dx, rows, C: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
-):
-    row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    dy, weight, following, dx, rows,
+    C: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, tile = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+    row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = block * CHANNELS + tl.arange(0, CHANNELS)
     inside = column < C
     count = tl.load(following + row, mask=row < rows, other=-1)
     total = tl.zeros([ROWS, CHANNELS], dtype=tl.float32)
     for step in tl.static_range(W):
         read = (count > step)[:, None] & inside[None, :]
         value = tl.load(dy + (row + step)[:, None] * C + column[None, :], mask=read, other=0.0).to(tl.float32)
-        total += value * tl.load(weight + column * W + (W - 1 - step), mask=inside, other=0.0).to(tl.float32)[None, :]
+        total += value * tl.load(weight + (W - 1 - step) * C + column, mask=inside, other=0.0)[None, :]
     at = dx + row[:, None] * C + column[None, :]
     tl.store(at, total.to(dx.dtype.element_ty), mask=(count >= 0)[:, None] & inside[None, :])
 
@@ -145,7 +153,7 @@ def _listed_kernel(
         read = ((place < end) & (entry >= 0))[:, None] & inside[None, :]
         reader, tap = entry // W, entry % W
         value = tl.load(dy + reader[:, None] * C + column[None, :], mask=read, other=0.0).to(tl.float32)
-        value *= tl.load(weight + column[None, :] * W + tap[:, None], mask=read, other=0.0).to(tl.float32)
+        value *= tl.load(weight + tap[:, None] * C + column[None, :], mask=read, other=0.0)
         if HOME:
             came = ((place < end) & (entry < 0))[:, None] & inside[None, :]
             value += tl.load(home + (-1 - entry)[:, None] * C + column[None, :], mask=came, other=0.0)
@@ -161,6 +169,11 @@ def _parts(channels: Channels) -> tuple[tuple[int, int, int, bool], ...]:
     return (0, *of_keys), (keys, *of_keys), (2 * keys, channels.value_heads, channels.value_dim, False)
 
 
+def _by_tap(weight: torch.Tensor) -> torch.Tensor:
+    """[C, W] -> float32 [W, C]."""
+    return weight.t().contiguous().float()
+
+
 def qkv(
     x: torch.Tensor,
     fetched: Callable[[], torch.Tensor],
@@ -169,7 +182,7 @@ def qkv(
     channels: Channels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.conv.api.qkv`."""
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = x.contiguous(), _by_tap(weight)
     outs = tuple(x.new_empty((len(x), heads, size)) for _, heads, size, _ in _parts(channels))
     _launch_qkv(x, x, weight, tables, channels, outs, tables.used, False)
     if tables.fetched:
@@ -181,7 +194,7 @@ def qkv(
 def _launch_qkv(x, fetched, weight, tables: ConvTables, channels: Channels, outs, used: int, late: bool) -> None:
     rows = used if late else len(x)
     for out, (first, heads, size, norm) in zip(outs, _parts(channels), strict=True):
-        _qkv_kernel[(triton.cdiv(rows, ROWS), heads)](
+        _qkv_kernel[(triton.cdiv(rows, ROWS) * heads,)](
             x, fetched, weight, tables.short_taps, tables.late, out, len(x), used, len(x) + tables.fetched,
             FIRST=first, C=x.shape[1], H=heads, D=size, DP=triton.next_power_of_2(size), W=tables.width,
             FETCHED=late, NORM=norm, EPS=NORM_EPS, ROWS=ROWS, num_warps=WARPS,
@@ -197,33 +210,35 @@ def qkv_backward(
     channels: Channels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.conv.api.qkv_backward`; the rows are dy, in the dtype of x."""
-    x, fetched, weight = x.contiguous(), fetched.contiguous(), weight.contiguous()
+    x, fetched, by_tap = x.contiguous(), fetched.contiguous(), _by_tap(weight)
     count, width, total = x.shape[1], tables.width, len(x) + len(fetched)
     dy = torch.empty_like(x)
-    splits = max(1, min(SPLITS, triton.cdiv(tables.used, ROWS)))
-    dweight = torch.empty((splits, count, width), dtype=torch.float32, device=x.device)
+    splits = max(1, min(SPLITS, triton.cdiv(tables.used, VALUE_ROWS)))
+    dweight = torch.empty((splits, width, count), dtype=torch.float32, device=x.device)
     for grad, (first, heads, size, norm) in zip(grads, _parts(channels), strict=True):
-        _values_kernel[(splits, heads)](
-            x, fetched, weight, tables.short_taps, grad.contiguous(), dy, dweight, len(x), tables.used, total,
+        _values_kernel[(heads, splits)](
+            x, fetched, by_tap, tables.short_taps, grad.contiguous(), dy, dweight, len(x), tables.used, total,
             FIRST=first, C=count, H=heads, D=size, DP=triton.next_power_of_2(size), W=width,
-            WP=triton.next_power_of_2(width), FETCHED=len(fetched) > 0, NORM=norm, EPS=NORM_EPS, ROWS=ROWS,
-            SPLITS=splits, num_warps=WARPS,
+            WP=triton.next_power_of_2(width), FETCHED=len(fetched) > 0, NORM=norm, EPS=NORM_EPS,
+            ROWS=VALUE_ROWS, SPLITS=splits, num_warps=VALUE_WARPS,
         )  # fmt: skip
     dfetched = torch.empty((len(fetched), count), dtype=torch.float32, device=x.device)
     readers = tables.readers
-    _sum_listed(dy, weight, None, readers.fetched_ptr, readers.fetched_list, readers.fetched, dfetched)
-    return dy, dfetched, dweight.sum(0).to(weight.dtype)
+    _sum_listed(dy, by_tap, None, readers.fetched_ptr, readers.fetched_list, readers.fetched, dfetched)
+    dweight = dweight.sum(0).t().contiguous().to(weight.dtype)
+    return dy, dfetched, dweight
 
 
 def rows_backward(
     dy: torch.Tensor, home: Callable[[], torch.Tensor], x: torch.Tensor, weight: torch.Tensor, tables: ConvTables
 ) -> torch.Tensor:
     """See `cp_engine.kernels.conv.api.rows_backward`."""
-    dx, weight, count = torch.empty_like(dy), weight.contiguous(), x.shape[1]
+    dx, weight, count = torch.empty_like(dy), _by_tap(weight), x.shape[1]
     readers: Readers = tables.readers
-    _rows_kernel[(triton.cdiv(len(x), ROWS), triton.cdiv(count, CHANNELS))](
-        dy, weight, readers.following, dx, len(x), C=count, W=tables.width, ROWS=ROWS, CHANNELS=CHANNELS,
-        num_warps=WARPS,
+    blocks = triton.cdiv(count, CHANNELS)
+    _rows_kernel[(triton.cdiv(len(x), ROWS) * blocks,)](
+        dy, weight, readers.following, dx, len(x),
+        C=count, W=tables.width, ROWS=ROWS, CHANNELS=CHANNELS, BLOCKS=blocks, num_warps=WARPS,
     )  # fmt: skip
     _sum_listed(dy, weight, home(), readers.row_ptr, readers.row_list, readers.rows, dx)
     return dx
@@ -231,7 +246,7 @@ def rows_backward(
 
 def _sum_listed(dy, weight, home, pointers, entries, places, out) -> None:
     if len(places):
-        count, width = weight.shape
+        width, count = weight.shape
         _listed_kernel[(len(places), triton.cdiv(count, CHANNELS))](
             dy, weight, home, pointers, entries, places, out,
             C=count, W=width, HOME=home is not None and len(home) > 0, CHANNELS=CHANNELS, ENTRIES=ENTRIES,

@@ -3,11 +3,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cp_engine.kernels.conv import Channels, conv_tables, qkv
+from cp_engine.kernels.conv import Channels, conv_tables, qkv, triton
 from cp_engine.kernels.conv.reference import conv_backward, conv_forward
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import contiguous_layout
 from tests.gdn_oracle import forest_of_segments, random_forest
+from tests.kernels.compiled import compile_for_hopper
 
 
 def whole_tables(forest, width):
@@ -72,3 +73,28 @@ def test_weight_shape_is_checked():
     forest = forest_of_segments([(-1, 3)])
     with pytest.raises(ValueError, match=r"\[5, 4\], got \[5, 3\]: plan with conv_width"):
         qkv(torch.zeros(3, 5), None, torch.zeros(5, 3), whole_tables(forest, 4), Channels(1, 1, 1, 3), "reference")
+
+
+OF_KEYS = {"FIRST": 2048, "C": 8192, "H": 16, "D": 128, "DP": 128, "W": 4, "WP": 4, "NORM": True, "EPS": 1e-6}
+OF_ROWS = {"CHANNELS": 128, "BLOCKS": 64, "ENTRIES": 16, "HOME": True}
+TYPES = dict.fromkeys(("taps", "late", "following", "pointers", "entries", "places"), "*i32")
+TYPES |= dict.fromkeys(("weight", "dweight", "home"), "*fp32") | dict.fromkeys(("rows", "used", "total"), "i32")
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "rows", "warps"),
+    [
+        ("_qkv_kernel", triton.ROWS, triton.WARPS),
+        ("_values_kernel", triton.VALUE_ROWS, triton.VALUE_WARPS),
+        ("_rows_kernel", triton.ROWS, triton.WARPS),
+    ],
+)
+def test_compiles_for_hopper_without_spills(kernel, rows, warps, fetched):
+    constants = OF_KEYS | OF_ROWS | {"ROWS": rows, "SPLITS": triton.SPLITS, "FETCHED": fetched}
+    made = compile_for_hopper(getattr(triton, kernel), constants, TYPES, warps)
+    # Twelve warps on a multiprocessor at least, with loads of 16 bytes a thread.
+    assert made.spilled == 0 and made.registers <= 168
+    assert "ld.global.v4" in made.ptx
+    if kernel == "_values_kernel":
+        assert made.shared == 0 and "bar.sync" not in made.ptx

@@ -66,10 +66,10 @@ def test_every_rollout_alone(exchange):
     assert max(found.values()) <= BOUND, found
 
 
-def conv_case():
+def conv_case(width: int = 4):
     """A rank whose rows other ranks read, and that reads theirs."""
     forest = forest_of_segments(SEGMENTS)
-    plan = gdn_plan(forest, layout_from_cuts(CUTS, OWNERS, 2), 1, "affine", 4)
+    plan = gdn_plan(forest, layout_from_cuts(CUTS, OWNERS, 2), 1, "affine", width)
     fetch, rows = plan.history_fetch, int(plan.fragment_row[-1]) + 1
     tables = conv_tables(plan.fragment_row, plan.history, rows, fetch.rows_in, sent_rows=fetch.send_rows)
     assert fetch.rows_in and fetch.rows_out
@@ -79,7 +79,7 @@ def conv_case():
     def normal(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
-    shapes = ((rows, count), (fetch.rows_in, count), (count, 4), (fetch.rows_out, count))
+    shapes = ((rows, count), (fetch.rows_in, count), (count, width), (fetch.rows_out, count))
     x, fetched, weight, home = (normal(*shape) for shape in shapes)
     grads = tuple(normal(rows, h, d) for h, d in ((1, 20), (1, 20), (2, 12)))
     for grad in grads:
@@ -97,8 +97,9 @@ def run_conv(backend: str, dtype, case):
     return [*out, part.fetched, part.weight, dx]
 
 
-def test_convolution_with_rows_of_other_ranks():
-    case = conv_case()
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_convolution_with_rows_of_other_ranks(width):
+    case = conv_case(width)
     errors = relative_errors(run_conv("triton", torch.float32, case), run_conv("reference", torch.float64, case))
     assert max(errors) <= BOUND, errors
 
