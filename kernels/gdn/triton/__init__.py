@@ -212,8 +212,8 @@ def input_gradients(
         beside.join()
         dqkwg(q, k, new_v, decay, tables.ancestors, states.rows, dout, dstates, dnew_v, wave, size, grads)
     dk, dv, dbeta, dg = solve_backward(
-        k, v, decay, beta, stages.inverse, tables.ancestors, grads.dw, dnew_v, grads.dk, grads.dtotal,
-        tables.chunk_rows, size,
+        k, v, decay, beta, stages.inverse, tables.ancestors, w, u, grads.dw, dnew_v, grads.dk,
+        grads.dtotal, tables.chunk_rows, size,
     )  # fmt: skip
     results = (grads.dq, dk, dv, dg, dbeta)
     return Inputs(*(_whole(grad.to(x.dtype), tables) for grad, x in zip(results, inputs, strict=True)))

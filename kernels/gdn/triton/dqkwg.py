@@ -21,12 +21,16 @@ from dataclasses import dataclass
 import torch
 
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
+from cp_engine.kernels.gdn.triton.dqkwg_tiles import dqkwg_tiles_kernel
 from cp_engine.kernels.gdn.triton.primitives import (
     decay_between,
     load_columns,
     load_each,
     load_rows,
     load_seen,
+    tile_rows,
+    tile_states,
+    tiles_fit,
 )
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
@@ -35,6 +39,7 @@ BLOCK_KEYS = 64
 BLOCK_VALUES = 64
 WARPS = 8
 STAGES = 2
+TILES = False  # `dqkwg_tiles`, which takes no columns of values
 # Programs that a multiprocessor's registers hold at once: another one hides the loads at the start and the end of each.
 PROGRAMS = 2
 
@@ -126,7 +131,7 @@ class Gradients:
 
 def registers() -> int:
     """Registers of a thread, so that `PROGRAMS` fit."""
-    return min(255, 65536 // (PROGRAMS * 32 * WARPS))
+    return min(255, 65536 // ((1 if TILES else PROGRAMS) * 32 * WARPS))
 
 
 def _block_keys(key_dim: int) -> int:
@@ -158,10 +163,21 @@ def dqkwg(
     """
     tokens, heads, value_dim = new_v.shape
     key_heads, key_dim = k.shape[1:]
+    common = {
+        "HK": key_heads, "H": heads, "K": key_dim, "V": value_dim, "BK": _block_keys(key_dim), "C": chunk_size,
+        "PRECISION": precision(k.dtype), "CHUNK_COLUMNS": CHUNK_COLUMNS,
+        "num_warps": WARPS, "num_stages": STAGES, "maxnreg": registers(),
+    }  # fmt: skip
+    if TILES and tiles_fit(key_dim, value_dim, k):
+        new_v, dout, dnew_v = (tile_rows(x, chunk_size, value_dim) for x in (new_v, dout, dnew_v))
+        states, dstates = (tile_states(x, _block_keys(key_dim), value_dim) for x in (states, dstates))
+        dqkwg_tiles_kernel[(len(walk.members) * key_heads * len(out.dtotal),)](
+            q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
+            walk.chunks, walk.members, tokens, key_dim**-0.5, **common,
+        )  # fmt: skip
+        return
     _dqkwg_kernel[(len(walk.members), key_heads, len(out.dtotal))](
         q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
         walk.chunks, walk.members, tokens, key_dim**-0.5,
-        HK=key_heads, H=heads, K=key_dim, V=value_dim, BK=_block_keys(key_dim), BV=min(BLOCK_VALUES, padded(value_dim)),
-        C=chunk_size, PRECISION=precision(k.dtype), CHUNK_COLUMNS=CHUNK_COLUMNS,
-        num_warps=WARPS, num_stages=STAGES, maxnreg=registers(),
+        BV=min(BLOCK_VALUES, padded(value_dim)), **common,
     )  # fmt: skip

@@ -25,23 +25,31 @@ from cp_engine.kernels.gdn.triton.primitives import (
 from cp_engine.kernels.shared.triton import LOG2_E, padded, precision, tl, triton
 
 BLOCK_KEYS = 64
+BLOCK_HEADS = 32  # of the decays: lines of memory are read whole
 WARPS = 4
 STAGES = 3
 
 
 @triton.jit
 def _decay_kernel(
-    g, ancestors, decay, ends, chunks, factor, H: tl.constexpr, C: tl.constexpr, CHUNK_COLUMNS: tl.constexpr
-):
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    g, ancestors, decay, ends, chunks, factor,
+    H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
     start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
     tokens = tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
-    row = tl.arange(0, C)
-    live = row < tokens
-    own = load_each(g, start, row, head, live, H) * factor
-    total = tl.sum(tl.where(load_seen(ancestors, start, row, live), own[None, :], 0.0), 1)
-    tl.store(decay + start * H + head + row * H, total, mask=live)
-    tl.store(ends + chunk * H + head, tl.sum(tl.where(row == tokens - 1, total, 0.0), 0))
+    row, head = tl.arange(0, C), tl.program_id(1) * BH + tl.arange(0, BH)
+    live_head = head < H
+    bits = tl.load(ancestors + start + row, mask=row < tokens, other=0)
+    total = tl.zeros([C, BH], dtype=tl.float32)
+    for token in range(0, tokens):
+        own = tl.load(g + (start + token) * H + head, mask=live_head, other=0.0).to(tl.float32)
+        total += tl.where((((bits >> tl.cast(token, tl.int64)) & 1) != 0)[:, None], own[None, :], 0.0)
+    total *= factor
+    at = decay + start * H + row[:, None] * H + head[None, :]
+    tl.store(at, total, mask=(row < tokens)[:, None] & live_head[None, :])
+    end = tl.sum(tl.where((row == tokens - 1)[:, None], total, 0.0), 0)
+    tl.store(ends + chunk * H + head, end, mask=live_head)
 
 
 @triton.jit
@@ -105,9 +113,12 @@ def cumulative_decay(
     each chunk's last token [N, H]."""
     decay = torch.empty_like(g, dtype=torch.float32)
     ends = torch.empty((len(chunks), g.shape[1]), dtype=torch.float32, device=g.device)
-    _decay_kernel[(len(chunks), g.shape[1])](
-        g, ancestors, decay, ends, chunks, LOG2_E, H=g.shape[1], C=chunk_size, CHUNK_COLUMNS=CHUNK_COLUMNS, num_warps=4
-    )
+    heads = g.shape[1]
+    block = min(BLOCK_HEADS, triton.next_power_of_2(heads))
+    _decay_kernel[(len(chunks), triton.cdiv(heads, block))](
+        g, ancestors, decay, ends, chunks, LOG2_E,
+        H=heads, BH=block, C=chunk_size, CHUNK_COLUMNS=CHUNK_COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
     return decay, ends
 
 

@@ -26,10 +26,12 @@ from cp_engine.kernels.gdn.triton.primitives import (
     load_rows,
     load_seen,
 )
+from cp_engine.kernels.gdn.triton.solve_backward_from_solutions import solve_backward_from_solutions_kernel
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 WARPS = 8
 STAGES = 2
+FROM_SOLUTIONS = False  # `solve_backward_from_solutions`
 
 
 @triton.jit(do_not_specialize=["tokens_in_all"])
@@ -100,6 +102,8 @@ def solve_backward(
     beta: torch.Tensor,
     inverse: torch.Tensor,
     ancestors: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
     dw: torch.Tensor,
     du: torch.Tensor,
     dk_states: torch.Tensor,
@@ -112,15 +116,18 @@ def solve_backward(
     Args:
         decay: float32 [n, H] cumulative log2 decay inside each chunk.
         inverse: [n, H, C] T of each chunk.
-        dw: [n, H, K]; ``du`` [n, H, V].
+        w: [n, H, K]; ``dw`` alike.
+        u: [n, H, V]; ``du`` alike.
         dk_states: float32 [n, Hk, K], the other terms of dk.
         dtotal: float32 [parts, n, H], the other terms of the gradient of the cumulative (natural) log decay.
     """
     (heads, value_dim), (key_heads, key_dim) = v.shape[1:], k.shape[1:]
     dk, dv, dbeta = torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta)
     dg = torch.empty_like(decay)
-    _solve_backward_kernel[(len(chunks), key_heads)](
-        k, v, beta, decay, inverse, ancestors, dw, du, dk_states, dtotal, dk, dv, dbeta, dg, chunks, len(k),
+    kernel = solve_backward_from_solutions_kernel if FROM_SOLUTIONS else _solve_backward_kernel
+    solutions = (w, u) if FROM_SOLUTIONS else ()
+    kernel[(len(chunks), key_heads)](
+        k, v, beta, decay, inverse, ancestors, *solutions, dw, du, dk_states, dtotal, dk, dv, dbeta, dg, chunks, len(k),
         HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), VP=padded(value_dim), C=chunk_size,
         PARTS=len(dtotal), PRECISION=precision(k.dtype), CHUNK_COLUMNS=CHUNK_COLUMNS,
         num_warps=WARPS, num_stages=STAGES,
