@@ -114,6 +114,20 @@ def run_workload(
     return records
 
 
+def sweep_problems(workloads: list[str], data: Path) -> dict[str, Callable[[], Problem]]:
+    """One straight sequence as long as the first workload, then the workloads.
+
+    Raises:
+        ValueError: for a real set whose file is not in ``data``.
+    """
+    forests = {workload: tree_of(workload, data) for workload in workloads}
+    first = forests[workloads[0]]
+    return {
+        name: lambda forest=forest: on_gpu(forest)
+        for name, forest in ({"straight": sequences([first.tokens])} | forests).items()
+    }
+
+
 def show(records: list[dict]) -> None:
     for record in records:
         shown = "  ".join(f"{column} {record[column]}" for column in COLUMNS)
@@ -132,6 +146,7 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--sweep", action="store_true", help="time the launch options of our kernels instead")
+    parser.add_argument("--skip-options", type=int, default=0, help="of the sweep, from the first on")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real sets (holds tokens/)")
     parser.add_argument("--record", action="store_true", help="append to the file of results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another file than benchmarks/results.jsonl")
@@ -143,15 +158,20 @@ def main() -> None:
         else None
     )
     began = time.perf_counter()
-    compile_in_parallel("kernels", *["sweep"] * arguments.sweep)
+    if arguments.sweep:
+        problems = sweep_problems(arguments.workloads, arguments.data)
+        compile_in_parallel("sweep")
+        print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+        sweep(
+            problems,
+            skip=arguments.skip_options,
+            keep=lambda record: stamped and append([record], stamped, arguments.results),
+        )
+        print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
+        return
+    compile_in_parallel("kernels")
     shorten_autotuning()
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    if arguments.sweep:
-        for workload in arguments.workloads:
-            records = sweep(workload, on_gpu(tree_of(workload, arguments.data)))
-            if stamped is not None:
-                append(records, stamped, arguments.results)
-        return
     many = None
     for workload in sorted(arguments.workloads, key=lambda name: name != MANY):
         if many is None and workload != MANY:

@@ -107,16 +107,18 @@ def stage_table(
     device: torch.device,
     stages=STAGES,
     before: Callable[[], object] = lambda: None,
+    repeats: int | None = None,
 ) -> dict[str, list[float]]:
     """[median ms, least ms by memory traffic] of each of ``stages`` inside ``call``, which has run before.
 
     Args:
         before: runs ahead of every call and is not measured: the forward pass, whose graph a backward pass uses up.
+        repeats: calls; None for as many as `clock` takes.
     """
     watch = _Watch(device)
     every: dict[str, list[float]] = defaultdict(list)
     with _watched(watch, stages):
-        for _ in range(REPEATS):
+        for _ in range(REPEATS if repeats is None else repeats):
             before()
             wait(device)
             watch.taken()

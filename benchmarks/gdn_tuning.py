@@ -20,6 +20,7 @@ import torch
 from benchmarks.gdn_workloads import CONV_WIDTH, HEADS, draw, sequences
 from benchmarks.record import ROOT
 from cp_engine.kernels.gdn import api
+from cp_engine.kernels.gdn.triton.primitives import Sizes
 from cp_engine.layers.gdn import GdnHeads, gdn_tables
 from cp_engine.sharding.forest import Forest, build_forest
 from cp_engine.sharding.gdn_plan import gdn_plan
@@ -27,14 +28,18 @@ from cp_engine.sharding.layout import contiguous_layout
 
 AUTOTUNE = "all options, 5 + 20 ms each"  # as it stands in the records
 SHARES = 9  # most options of one of fla's kernels
-OPTIONS = [(warps, stages) for warps in (4, 8) for stages in (1, 2, 3)]
-# Columns, warps and stages of our kernels: both directions of the state pass, the output, dqkwg.
+# Columns, warps, stages, and whether whole tiles are fetched by the copy unit (of solve_backward: whether its products
+# are formed from w and u). Both directions of the state pass share their options.
 SWEEP = {
-    "states": [(columns, *option) for columns in (32, 64) for option in OPTIONS],
-    "output": [(columns, *option) for columns in (64, 128) for option in OPTIONS],
-    "dqkwg": [(columns, *option) for columns in (32, 64) for option in OPTIONS],
+    "dqkwg": [Sizes(64, 8, 2, True), Sizes(64, 16, 2, True), Sizes(32, 8, 2, True), Sizes(32, 8, 2), Sizes(64, 4, 2)],
+    "solve_backward": [Sizes(128, *option) for option in ((8, 2, True), (8, 1, True), (16, 2, True), (8, 1), (16, 2))],
+    "states": [
+        *(Sizes(*option) for option in ((32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 8, 2))),
+        *(Sizes(*option, True) for option in ((32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 8, 2), (64, 8, 3))),
+    ],
+    "output": [Sizes(128, 4, 2), Sizes(64, 4, 3), Sizes(128, 8, 2)],
 }
-SWEEP_SHARES = len(SWEEP["states"])
+SWEEP_SHARES = 1 + max(len(options) for options in SWEEP.values())  # the first holds the options in use
 # Tokens of the segments of a tree on which all kernels run: three levels, so that the middle one has a state before
 # and after it.
 TRUNK, BRANCHES, TWIGS = 130, (80, 10), (64, 20)
@@ -71,28 +76,32 @@ def keep_option(share: int) -> None:
         tuner.configs = [tuner.configs[share % len(tuner.configs)]]
 
 
-def set_sizes(kernel: str, columns: int, warps: int, stages: int) -> None:
+def set_sizes(kernel: str, sizes: Sizes) -> None:
     """Launch options of one of `SWEEP`."""
-    from cp_engine.kernels.gdn.triton import dqkwg, launch, output, primitives
+    from cp_engine.kernels.gdn.triton import launch, output
 
-    sizes = primitives.Sizes(columns, warps, stages)
     if kernel == "states":
-        launch.STATE, launch.WIDE_STATE, launch.ALONE = sizes, sizes, stages
+        launch.STATE, launch.WIDE_STATE, launch.ALONE = sizes, sizes, sizes.stages
     elif kernel == "output":
         output.OUTPUT = sizes
+    elif kernel == "dqkwg":
+        module = _constants(kernel)[0]
+        module.BLOCK_KEYS = module.BLOCK_VALUES = sizes.columns
+        module.WARPS, module.STAGES, module.TILES = sizes.warps, sizes.stages, sizes.tiles
     else:
-        dqkwg.BLOCK_KEYS = dqkwg.BLOCK_VALUES = columns
-        dqkwg.WARPS, dqkwg.STAGES = warps, stages
+        module = _constants(kernel)[0]
+        module.WARPS, module.STAGES, module.FROM_SOLUTIONS = sizes.warps, sizes.stages, sizes.tiles
 
 
 def _constants(kernel: str) -> tuple[object, tuple[str, ...]]:
     """The module that holds a kernel's launch options, and their names."""
-    from cp_engine.kernels.gdn.triton import dqkwg, launch, output
+    from cp_engine.kernels.gdn.triton import dqkwg, launch, output, solve_backward
 
     of = {
         "states": (launch, ("STATE", "WIDE_STATE", "ALONE")),
         "output": (output, ("OUTPUT",)),
-        "dqkwg": (dqkwg, ("BLOCK_KEYS", "BLOCK_VALUES", "WARPS", "STAGES")),
+        "dqkwg": (dqkwg, ("BLOCK_KEYS", "BLOCK_VALUES", "WARPS", "STAGES", "TILES")),
+        "solve_backward": (solve_backward, ("WARPS", "STAGES", "FROM_SOLUTIONS")),
     }
     return of[kernel]
 
@@ -154,16 +163,41 @@ def compile_kernels(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> 
 
 
 def compile_sweep(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:
-    """Our kernels with one of the options of `SWEEP`."""
+    """Our kernels with one of the options of each family of `SWEEP`, or with those in use.
+
+    One family after the other: an option that does not compile spoils no other.
+    """
     from benchmarks.gdn_rivals import Ours
+    from cp_engine.kernels.gdn.triton import launch, packing
 
     keep_option(0)
-    for kernel, options in SWEEP.items():
-        set_sizes(kernel, *options[share])
     forest = small_tree()
-    run = Ours(forest, *draw(forest.tokens, heads, device, dtype))
-    run.forward()
-    run.backward()
+    inputs, dout = draw(forest.tokens, heads, device, dtype)
+
+    def run(forest: Forest) -> None:
+        both = Ours(forest, inputs, dout)
+        both.forward()
+        both.backward()
+
+    if not share:
+        run(forest)
+        # What many chains, and what many short fragments take.
+        launch.WIDE_FROM, packing.LEAST_SPARED = 1, 0.0
+        run(sequences([PACKED, PACKED, forest.tokens - 2 * PACKED]))
+        return
+    failed = []
+    for kernel, options in SWEEP.items():
+        kept = sizes_of(kernel)
+        try:
+            if share <= len(options):
+                set_sizes(kernel, options[share - 1])
+                run(forest)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+        finally:
+            restore_sizes(kernel, kept)
+    if failed:
+        raise failed[0]
 
 
 def compile_layer(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:

@@ -15,7 +15,8 @@ from triton.runtime.interpreter import GridExecutor
 from benchmarks import gdn, gdn_check, gdn_rivals, gdn_stages, gdn_sweep, gdn_tuning
 from benchmarks.gdn_stages import STAGES
 from benchmarks.gdn_workloads import NAMES, Problem
-from cp_engine.kernels.gdn.triton import launch, packing
+from cp_engine.kernels.gdn.triton import backward_pass, forward_pass, launch, output, packing
+from cp_engine.kernels.gdn.triton.primitives import Sizes
 from cp_engine.layers.gdn import GdnHeads
 from tests.gdn_oracle import forest_of_segments
 
@@ -169,13 +170,75 @@ def test_gradients_outside_the_sample_are_seen(monkeypatch):
     assert not found["right"] and max(found["max_err"], found["segment_err"]) <= FLOAT32
 
 
-def test_sweep_checks_every_option_and_restores_ours():
+OF_TOY = {
+    "states": [Sizes(16, 4, 1), Sizes(16, 4, 1, True)],
+    "dqkwg": [Sizes(16, 4, 1, True)],
+    "solve_backward": [Sizes(16, 4, 1, True)],
+}
+
+
+def test_sweep_checks_every_option_and_restores_ours(monkeypatch, capsys):
     problem = small(forest_of_segments(FORK))
     before = [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP]
-    records = gdn_sweep.sweep("toy", problem, {"states": [(16, 4, 1)], "dqkwg": [(32, 4, 1)]})
+    for module in (forward_pass, backward_pass):  # float32 has sizes of its own
+        monkeypatch.setattr(module, "state_sizes", lambda *_, **_options: launch.STATE)
+    kept = []
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "STATE", Sizes(16, 8, 1))
+        records = gdn_sweep.sweep({"toy": lambda: problem}, OF_TOY, keep=kept.append)
     assert [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP] == before
-    assert len(records) == 3 and all(record["right"] and record["ms"] > 0 for record in records)
-    assert len({record["method"] for record in records}) == 3
+    assert kept == records and [r["kernel"] for r in records][0] == gdn_sweep.IN_USE
+    assert [r["kernel"] for r in records][-1] == "all"
+    of_options = records[1:-1]
+    every = [(family, sizes) for family, some in OF_TOY.items() for sizes in some]
+    assert [r["method"] for r in of_options] == [gdn_sweep.method_of(*option) for option in every]
+    for r in records:
+        assert r["right"] and r["ms"] > 0 and r["max_apart"] <= FLOAT32, r
+    assert set(of_options[0]["stage_ms"]) == {"fwd states", "bwd states", "bwd adjoint"}
+    printed = capsys.readouterr().out
+    assert "best together, against float64: right True" in printed
+
+
+def test_sweep_goes_on_after_an_option_that_fails(monkeypatch, capsys):
+    problem = small(forest_of_segments(FORK))
+    original = gdn_tuning.set_sizes
+
+    def set_sizes(kernel, sizes):
+        original(kernel, sizes)
+        if sizes.warps == 99:
+            monkeypatch.setattr(output, "run_output", refuses)
+
+    def refuses(*_):
+        raise RuntimeError("out of resources: shared memory")
+
+    right = output.run_output
+    monkeypatch.setattr(gdn_sweep, "set_sizes", set_sizes)
+    restored = gdn_sweep.restore_sizes
+    monkeypatch.setattr(
+        gdn_sweep,
+        "restore_sizes",
+        lambda *kept: (restored(*kept), monkeypatch.setattr(output, "run_output", right)),
+    )
+    records = gdn_sweep.sweep({"toy": lambda: problem}, {"output": [Sizes(16, 99, 1), Sizes(16, 4, 1)]})
+    assert [r["kernel"] for r in records] == [gdn_sweep.IN_USE, "output", "all"]
+    assert "toy output, 16 columns, 99 warps, 1 stages: RuntimeError: out of resources" in capsys.readouterr().out
+
+
+def test_sweep_calls_wrong_values_wrong(monkeypatch):
+    problem = small(forest_of_segments(FORK))
+    results = gdn_sweep.Subject.results
+    calls = []
+
+    def broken(self):
+        found = results(self)
+        calls.append(found)
+        if len(calls) == 2:
+            found[2] = found[2] * 1.02
+        return found
+
+    monkeypatch.setattr(gdn_sweep.Subject, "results", broken)
+    records = gdn_sweep.sweep({"toy": lambda: problem}, {"output": [Sizes(16, 4, 1), Sizes(16, 8, 1)]})
+    assert [r["right"] for r in records] == [True, False, True, True]
 
 
 @contextmanager
