@@ -118,7 +118,8 @@ def restore_sizes(kernel: str, kept: tuple) -> None:
         setattr(module, name, value)
 
 
-KINDS = {"kernels": SHARES, "sweep": SWEEP_SHARES, "layer": 2 * SHARES}  # shares of each kind of work
+# Shares of each kind of work.
+KINDS = {"kernels": SHARES, "sweep": SWEEP_SHARES, "layer": 2 * SHARES, "whole_layer": SHARES}
 
 
 def compile_in_parallel(*kinds: str) -> None:
@@ -201,8 +202,8 @@ def compile_sweep(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> No
 
 
 def compile_layer(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:
-    """What `benchmarks.gdn_ranks` runs: all heads, a rank below an entry and above an exit; or the half of the heads
-    that a rank has under ulysses."""
+    """What `benchmarks.gdn_ranks` runs: all heads, as in `benchmarks.gdn_layer`, a rank below an entry and above an
+    exit; or the half of the heads that a rank has under ulysses."""
     from benchmarks import gdn_ranks
 
     keep_option(share)
@@ -227,7 +228,8 @@ def compile_layer(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> No
 
 
 if __name__ == "__main__":
-    work = {"kernels": compile_kernels, "sweep": compile_sweep, "layer": compile_layer}[sys.argv[1]]
+    layers = dict.fromkeys(("layer", "whole_layer"), compile_layer)
+    work = ({"kernels": compile_kernels, "sweep": compile_sweep} | layers)[sys.argv[1]]
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     work(int(sys.argv[2]), HEADS, torch.device("cuda"), torch.bfloat16)
     torch.cuda.synchronize()

@@ -12,11 +12,13 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from benchmarks import gdn, gdn_check, gdn_rivals, gdn_stages, gdn_sweep, gdn_tuning
+from benchmarks import gdn, gdn_check, gdn_layer, gdn_ranks, gdn_rivals, gdn_stages, gdn_sweep, gdn_tuning
 from benchmarks.gdn_stages import STAGES
 from benchmarks.gdn_workloads import NAMES, Problem
+from cp_engine.kernels import gates
 from cp_engine.kernels.gdn.triton import backward_pass, forward_pass, launch, output, packing
 from cp_engine.kernels.gdn.triton.primitives import Sizes
+from cp_engine.layers import gdn as layer
 from cp_engine.layers.gdn import GdnHeads
 from tests.gdn_oracle import forest_of_segments
 
@@ -312,3 +314,32 @@ def test_flat_parts_hold_every_rollout_once():
     assert max(part.forest.tokens for part in parts) <= 140 and len(parts) == 2
     owners = np.concatenate([part.token[part.owner] for part in parts])
     assert np.array_equal(np.sort(owners), np.arange(forest.tokens))
+
+
+@pytest.fixture
+def layer_on_triton(monkeypatch):
+    for module in (gates, gates.api):
+        monkeypatch.setattr(module, "choose", lambda x: "triton")
+    monkeypatch.setattr(layer.gdn, "choose", lambda *_: "triton")
+    monkeypatch.setattr(gdn_layer, "median_ms", lambda call, device: 1.0)
+
+
+def whole_layer():
+    module = gdn_ranks.layer_module(HEADS, 32, torch.device("cpu"), torch.float32)
+    return module, gdn_ranks.Problem.make(forest_of_segments([(-1, 20), (0, 5), (0, 3)]), module)
+
+
+def test_stages_of_the_whole_layer(layer_on_triton, capsys):
+    found = gdn_layer.measure(*whole_layer())
+    assert found["right"] and 0 < max(found["errors"].values()) < FLOAT32
+    forward = {"projections", "gates", "qkv", "cumsum", "solve", "states", "output", "norm", "rest"}
+    backward = {"norm_backward", "qkv", "qkv_backward", "rows_backward", "gates_backward", "adjoint", "dqkwg"}
+    assert set(found["fwd"]) == forward and set(found["bwd"]) >= backward
+    gdn_layer.show(found)
+    assert "gates_backward" in capsys.readouterr().out
+
+
+def test_a_wrong_gate_is_seen(layer_on_triton, monkeypatch):
+    right = gates.api.triton.gated_norm
+    monkeypatch.setattr(gates.api.triton, "gated_norm", lambda x, gate, *rest: right(x, -gate, *rest))
+    assert not gdn_layer.measure(*whole_layer())["right"]

@@ -78,7 +78,7 @@ def rows_backward(
     Args:
         home: gives what came back for the rows that were sent [M, C], accumulation dtype; called late.
     """
-    return _backend(backend).rows_backward(gradients.rows, home, x, weight, tables)
+    return _backend(backend).rows_backward(gradients.rows, home, x.dtype, weight, tables)
 
 
 def _backend(name: str) -> ModuleType:

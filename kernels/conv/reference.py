@@ -79,6 +79,6 @@ def qkv_backward(x, fetched, weight, grads, tables: ConvTables, channels: Channe
     return dx_ext[: len(x)], dx_ext[len(x) :], dweight
 
 
-def rows_backward(rows, home, x, weight, tables: ConvTables) -> torch.Tensor:
+def rows_backward(rows, home, dtype: torch.dtype, weight, tables: ConvTables) -> torch.Tensor:
     """See `cp_engine.kernels.conv.api.rows_backward`."""
-    return rows.index_add(0, tables.sent, home()).to(x.dtype)
+    return rows.index_add(0, tables.sent, home()).to(dtype)

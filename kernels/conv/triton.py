@@ -230,14 +230,15 @@ def qkv_backward(
 
 
 def rows_backward(
-    dy: torch.Tensor, home: Callable[[], torch.Tensor], x: torch.Tensor, weight: torch.Tensor, tables: ConvTables
+    dy: torch.Tensor, home: Callable[[], torch.Tensor], dtype: torch.dtype, weight: torch.Tensor, tables: ConvTables
 ) -> torch.Tensor:
     """See `cp_engine.kernels.conv.api.rows_backward`."""
-    dx, weight, count = torch.empty_like(dy), _by_tap(weight), x.shape[1]
+    assert dy.dtype == dtype
+    dx, weight, (rows, count) = torch.empty_like(dy), _by_tap(weight), dy.shape
     readers: Readers = tables.readers
     blocks = triton.cdiv(count, CHANNELS)
-    _rows_kernel[(triton.cdiv(len(x), ROWS) * blocks,)](
-        dy, weight, readers.following, dx, len(x),
+    _rows_kernel[(triton.cdiv(rows, ROWS) * blocks,)](
+        dy, weight, readers.following, dx, rows,
         C=count, W=tables.width, ROWS=ROWS, CHANNELS=CHANNELS, BLOCKS=blocks, num_warps=WARPS,
     )  # fmt: skip
     _sum_listed(dy, weight, home(), readers.row_ptr, readers.row_list, readers.rows, dx)
