@@ -112,6 +112,7 @@ def in_effect(options: dict[str, Sizes]) -> Iterator[None]:
 
 def method_of(family: str, sizes: Sizes) -> str:
     variant = {"solve_backward": ", from w and u"}.get(family, ", tiles") if sizes.tiles else ""
+    variant += f", {sizes.chunks} chunks a program" if sizes.chunks > 1 else ""
     columns = "" if family == "solve_backward" else f", {sizes.columns} columns"
     return f"{family}{columns}, {sizes.warps} warps, {sizes.stages} stages{variant}"
 

@@ -31,7 +31,11 @@ SHARES = 9  # most options of one of fla's kernels
 # Columns, warps, stages, and whether whole tiles are fetched by the copy unit (of solve_backward: whether its products
 # are formed from w and u). Both directions of the state pass share their options.
 SWEEP = {
-    "dqkwg": [Sizes(64, 8, 2, True), Sizes(64, 16, 2, True), Sizes(32, 8, 2, True), Sizes(32, 8, 2), Sizes(64, 4, 2)],
+    "dqkwg": [
+        *(Sizes(64, 8, 2, True, chunks) for chunks in (1, 4, 8, 16)),
+        *(Sizes(*option, True) for option in ((64, 16, 2), (32, 8, 2))),
+        *(Sizes(*option) for option in ((32, 8, 2), (64, 4, 2))),
+    ],
     "solve_backward": [Sizes(128, *option) for option in ((8, 2, True), (8, 1, True), (16, 2, True), (8, 1), (16, 2))],
     "states": [
         *(Sizes(*option) for option in ((32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 8, 2))),
@@ -87,7 +91,8 @@ def set_sizes(kernel: str, sizes: Sizes) -> None:
     elif kernel == "dqkwg":
         module = _constants(kernel)[0]
         module.BLOCK_KEYS = module.BLOCK_VALUES = sizes.columns
-        module.WARPS, module.STAGES, module.TILES = sizes.warps, sizes.stages, sizes.tiles
+        module.WARPS, module.STAGES = sizes.warps, sizes.stages
+        module.TILES, module.CHUNKS = sizes.tiles, sizes.chunks
     else:
         module = _constants(kernel)[0]
         module.WARPS, module.STAGES, module.FROM_SOLUTIONS = sizes.warps, sizes.stages, sizes.tiles
@@ -100,7 +105,7 @@ def _constants(kernel: str) -> tuple[object, tuple[str, ...]]:
     of = {
         "states": (launch, ("STATE", "WIDE_STATE", "ALONE")),
         "output": (output, ("OUTPUT",)),
-        "dqkwg": (dqkwg, ("BLOCK_KEYS", "BLOCK_VALUES", "WARPS", "STAGES", "TILES")),
+        "dqkwg": (dqkwg, ("BLOCK_KEYS", "BLOCK_VALUES", "WARPS", "STAGES", "TILES", "CHUNKS")),
         "solve_backward": (solve_backward, ("WARPS", "STAGES", "FROM_SOLUTIONS")),
     }
     return of[kernel]

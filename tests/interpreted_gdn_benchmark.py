@@ -174,7 +174,7 @@ def test_gradients_outside_the_sample_are_seen(monkeypatch):
 
 OF_TOY = {
     "states": [Sizes(16, 4, 1), Sizes(16, 4, 1, True)],
-    "dqkwg": [Sizes(16, 4, 1, True)],
+    "dqkwg": [Sizes(16, 4, 1, True), Sizes(16, 4, 1, True, 2)],
     "solve_backward": [Sizes(16, 4, 1, True)],
 }
 

@@ -19,21 +19,25 @@ from tests.kernels.interpreted_gdn import (
 )
 
 
-@pytest.fixture(params=[0.0, 2.0], ids=["packed", "not packed"], autouse=True)
-def packed(request, monkeypatch):
-    monkeypatch.setattr(packing, "LEAST_SPARED", request.param)
-
-
 @pytest.fixture(autouse=True)
-def options(monkeypatch):
+def nothing_packed(monkeypatch):
+    monkeypatch.setattr(packing, "LEAST_SPARED", 2.0)
+
+
+@pytest.fixture(params=[1, 3], ids=["a chunk a program", "chunks a program"], autouse=True)
+def options(request, monkeypatch):
+    monkeypatch.setattr(dqkwg, "CHUNKS", request.param)
     monkeypatch.setattr(launch, "FLOAT32", Sizes(16, 8, 1, tiles=True))
     monkeypatch.setattr(dqkwg, "TILES", True)
     monkeypatch.setattr(dqkwg, "BLOCK_KEYS", 16)
     monkeypatch.setattr(solve_backward, "FROM_SOLUTIONS", True)
 
 
-@pytest.mark.parametrize("keys", ["low rank", "random"])
-def test_equals_the_reference(keys):
+@pytest.mark.parametrize(
+    ("keys", "spared"), [("low rank", 0.0), ("random", 2.0)], ids=["low rank, packed", "random, not packed"]
+)
+def test_equals_the_reference(keys, spared, monkeypatch):
+    monkeypatch.setattr(packing, "LEAST_SPARED", spared)
     # Chunks that are full, partial, and of several fragments; a root of its own; leaves.
     forest = forest_of_segments([(-1, 130), (0, 64), (0, 5), (2, 1), (2, 3), (0, 9), (-1, 66), (6, 2)])
     found = errors(case(whole_plan(forest), 0, (1, 2, 32, 32), keys))
@@ -52,8 +56,7 @@ def test_heads_that_no_tile_holds():
 
 
 @pytest.mark.parametrize("fault", [swapped_sibling_rows, missing_branch_sum, lost_exit_gradient])
-def test_planted_faults_show(fault, monkeypatch):
-    monkeypatch.setattr(packing, "LEAST_SPARED", 2.0)
+def test_planted_faults_show(fault):
     mine = small_case()
     assert max(errors(mine).values()) <= BOUND
     found = errors(mine, fault(mine.tables()))
@@ -65,7 +68,7 @@ def test_the_options_are_taken(monkeypatch):
         raise AssertionError("taken")
 
     for module, name in (
-        (dqkwg, "dqkwg_tiles_kernel"),
+        (dqkwg, "dqkwg_tiles_kernel" if dqkwg.CHUNKS == 1 else "dqkwg_walk_kernel"),
         (solve_backward, "solve_backward_from_solutions_kernel"),
         (forward_pass, "tile_states"),
         (backward_pass, "tile_states"),

@@ -16,6 +16,7 @@ from cp_engine.kernels.gdn.triton import (
     backward_pass,
     dqkwg,
     dqkwg_tiles,
+    dqkwg_walk,
     forward_pass,
     inside,
     launch,
@@ -67,7 +68,7 @@ ARGUMENT_TYPES = (
     dict.fromkeys(("g", "beta", "decay", "ends", "dexit", "dbelow", "dstarts", "dk_states", "dtotal", "dg"), "*fp32")
     | {"products": "*fp32", "dbeta": "*fp32", "ancestors": "*i64"}
     | dict.fromkeys(("chunks", "chains", "members", "reader_ptr", "reader"), "*i32")
-    | {"first_chain": "i32", "first_below": "i32", "tokens_in_all": "i32", "scale": "fp32"}
+    | {"first_chain": "i32", "first_below": "i32", "tokens_in_all": "i32", "count": "i32", "scale": "fp32"}
 )
 TABLES = {"CHUNK_COLUMNS": CHUNK_COLUMNS, "CHAIN_COLUMNS": CHAIN_COLUMNS}
 HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", **TABLES}
@@ -116,6 +117,7 @@ def test_compiles_for_hopper_without_one(kernel, constants, warps, stages):
 
 FULL = "tensordesc<bf16[64, 128]>"
 OF_DQKWG = dict.fromkeys(("dout", "new_v", "dnew_v", "states", "dstates"), FULL)
+OF_KEYS = dict.fromkeys(("q", "k"), "tensordesc<bf16[64, 64]>")
 
 
 def of_columns(columns: int) -> dict[str, str]:
@@ -135,8 +137,9 @@ def of_columns(columns: int) -> dict[str, str]:
         (backward_pass._adjoint_kernel, COLUMNS | TILED, of_columns(32), 4, 2),
         (backward_pass._adjoint_kernel, WIDE | TILED, of_columns(64), 8, 2),
         (dqkwg_tiles.dqkwg_tiles_kernel, {"BK": 64}, OF_DQKWG, 8, 2),
+        (dqkwg_walk.dqkwg_walk_kernel, {"BK": 64, "CHUNKS": 8}, OF_DQKWG | OF_KEYS, 8, 2),
     ],
-    ids=["states", "wide states", "adjoint", "wide adjoint", "dqkwg"],
+    ids=["states", "wide states", "adjoint", "wide adjoint", "dqkwg", "dqkwg over chunks"],
 )
 def test_tiles_are_fetched_by_the_copy_unit(kernel, constants, types, warps, stages):
     """No product reads what was transposed in registers: that is wrong on Hopper before Triton 3.7.1."""
@@ -156,7 +159,7 @@ def compiled(triton, kernel, constants, warps: int, stages: int, other_types=())
     signature, places, aligned = {}, {}, {}
     # Slots are float32, the rows that other kernels read are not.
     types = ARGUMENT_TYPES | ({"states": "*fp32"} if kernel is forward_pass._state_kernel else {})
-    types |= {"dk": "*fp32"} if kernel in (dqkwg._dqkwg_kernel, dqkwg_tiles.dqkwg_tiles_kernel) else {}
+    types |= {"dk": "*fp32"} if "dqkwg" in kernel.__name__ else {}
     types |= dict(other_types)
     constants = {name: value for name, value in constants.items() if name not in dict(other_types)}
     for place, name in enumerate(kernel.arg_names):
@@ -214,7 +217,9 @@ def test_every_launch_option_on_gpu(monkeypatch, columns, warps, stages):
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("sizes", [Sizes(32, 4, 3, True), Sizes(64, 8, 2, True)], ids=["narrow", "wide"])
-def test_tiles_and_products_from_w_and_u_on_gpu(monkeypatch, sizes):
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_tiles_and_products_from_w_and_u_on_gpu(monkeypatch, sizes, chunks):
+    monkeypatch.setattr(dqkwg, "CHUNKS", chunks)
     for name in ("STATE", "WIDE_STATE"):
         monkeypatch.setattr(launch, name, sizes)
     monkeypatch.setattr(dqkwg, "TILES", True)

@@ -22,6 +22,7 @@ import torch
 
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.dqkwg_tiles import dqkwg_tiles_kernel
+from cp_engine.kernels.gdn.triton.dqkwg_walk import dqkwg_walk_kernel
 from cp_engine.kernels.gdn.triton.primitives import (
     decay_between,
     load_columns,
@@ -40,6 +41,7 @@ BLOCK_VALUES = 64
 WARPS = 8
 STAGES = 2
 TILES = False  # `dqkwg_tiles`, which takes no columns of values
+CHUNKS = 1  # of a program with tiles; above 1 `dqkwg_walk`
 # Programs that a multiprocessor's registers hold at once: another one hides the loads at the start and the end of each.
 PROGRAMS = 2
 
@@ -171,10 +173,18 @@ def dqkwg(
     if TILES and tiles_fit(key_dim, value_dim, k):
         new_v, dout, dnew_v = (tile_rows(x, chunk_size, value_dim) for x in (new_v, dout, dnew_v))
         states, dstates = (tile_states(x, _block_keys(key_dim), value_dim) for x in (states, dstates))
-        dqkwg_tiles_kernel[(len(walk.members) * key_heads * len(out.dtotal),)](
-            q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
-            walk.chunks, walk.members, tokens, key_dim**-0.5, **common,
+        arguments = (
+            new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
+            walk.chunks, walk.members, tokens,
         )  # fmt: skip
+        programs = key_heads * len(out.dtotal)
+        if CHUNKS == 1:
+            dqkwg_tiles_kernel[(len(walk.members) * programs,)](q, k, *arguments, key_dim**-0.5, **common)
+            return
+        q, k = (tile_rows(x, chunk_size, _block_keys(key_dim)) for x in (q, k))
+        dqkwg_walk_kernel[(triton.cdiv(len(walk.members), CHUNKS) * programs,)](
+            q, k, *arguments, len(walk.members), key_dim**-0.5, CHUNKS=CHUNKS, **common
+        )
         return
     _dqkwg_kernel[(len(walk.members), key_heads, len(out.dtotal))](
         q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,

@@ -17,6 +17,7 @@ class Sizes:
     warps: int
     stages: int  # depth of the software pipeline
     tiles: bool = False  # whole tiles by the copy unit of Hopper, where the head sizes allow it
+    chunks: int = 1  # that a program of dqkwg takes one after the other
 
 
 def tiles_fit(key_dim: int, value_dim: int, x: torch.Tensor) -> bool:
