@@ -33,10 +33,9 @@ SHARES = 9  # most options of one of fla's kernels
 SWEEP = {
     "dqkwg": [
         *(Sizes(64, 8, 2, True, chunks) for chunks in (1, 4, 8, 16)),
-        *(Sizes(*option, True) for option in ((64, 16, 2), (32, 8, 2))),
-        *(Sizes(*option) for option in ((32, 8, 2), (64, 4, 2))),
+        Sizes(64, 16, 2, True),
     ],
-    "solve_backward": [Sizes(128, *option) for option in ((8, 2, True), (8, 1, True), (16, 2, True), (8, 1), (16, 2))],
+    "solve_backward": [Sizes(128, 8, 2, True)],
     "states": [
         *(Sizes(*option) for option in ((32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 8, 2))),
         *(Sizes(*option, True) for option in ((32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 8, 2), (64, 8, 3))),

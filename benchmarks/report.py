@@ -86,7 +86,9 @@ root mean square of output and gradients against one GPU with all tokens; wrong 
 with what it waits for.
 """
 
-GDN_SWEEP = """Launch options of our kernels, each checked as above.
+GDN_SWEEP = """Launch options of one family of our kernels, others as they are; all: the fastest right ones together.
+Straight: one sequence as long as the first workload. Apart: largest relative root mean square of the difference of a
+result from that of the options in use. fla's kernels are not tuned in these runs.
 """
 
 STEP = """Whole training steps (forward, backward, optimizer) in bf16 with random weights, by the wall clock. Flat: the
@@ -352,6 +354,8 @@ def every_column(records: list[dict]) -> str:
 def _cell(value) -> str:
     if value is None:
         return "–"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -27,7 +27,6 @@ def solve_backward_from_solutions_kernel(
     above = seen & (row[:, None] != row[None, :])
     keys = load_rows(k, start, row, key_head, inner, live, HK, K)
     keys_t = load_columns(k, start, row, key_head, inner, live, HK, K)
-    similar = tl.dot(keys, keys_t, input_precision=PRECISION)
     sum_dk = tl.zeros([C, KP], dtype=tl.float32)
     sum_pairs = tl.zeros([C, C], dtype=tl.float32)
     for member in range(0, H // HK):
@@ -39,6 +38,8 @@ def solve_backward_from_solutions_kernel(
         values = load_rows(v, start, row, head, column, live, H, V)
         u_t = load_columns(u, start, row, head, column, live, H, V)
         dkeys = load_rows(dw, start, row, head, inner, live, H, K)
+        # Read again, and so are products of keys formed again below: held over the loop they would spill.
+        keys_again = load_rows(k, start, row, key_head, inner, live, HK, K)
         w_t = load_columns(w, start, row, head, inner, live, H, K)
 
         through = tl.dot(inverse_t, dvalues, input_precision=PRECISION)
@@ -47,11 +48,11 @@ def solve_backward_from_solutions_kernel(
         dshare = tl.sum(through * values, 1)
         pairs = tl.dot(through.to(u_t.dtype), u_t, input_precision=PRECISION)
         through = tl.dot(inverse_t, dkeys, input_precision=PRECISION)
-        own = tl.sum(through * keys, 1) * tl.exp2(total)
+        own = tl.sum(through * keys_again, 1) * tl.exp2(total)
         sum_dk += through * (share * tl.exp2(total))[:, None]
         pairs = tl.dot(through.to(w_t.dtype), w_t, pairs, input_precision=PRECISION)
         pairs = -pairs * decay_between(total[:, None], total[None, :], above)
-        of_pairs = pairs * similar
+        of_pairs = pairs * tl.dot(keys, keys_t, input_precision=PRECISION)
         dshare += own + tl.sum(of_pairs, 1)
         tl.store(dbeta + start * H + head + row * H, dshare.to(dbeta.dtype.element_ty), mask=live)
         sum_pairs += pairs * share[:, None]
