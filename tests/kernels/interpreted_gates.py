@@ -7,11 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cp_engine.engine import Engine
+from cp_engine.kernels import gates
 from cp_engine.kernels.gates import api, gated_norm, input_gates, triton
 from cp_engine.models.hf_gdn import gdn_layers
+from tests.distributed.engine_cases import sample, this_rank, tiny_config, whole_gradients
 from tests.gdn_oracle import relative_errors
 from tests.kernels.attention_oracle import poisoned_memory
 from tests.models.liger_cases import engine_of, errors, gradients_of
+from tests.ranks import run_ranks
 
 BOUND = 1e-5  # float32; see the log for what is seen
 EPS = 1e-6
@@ -178,3 +182,22 @@ def test_gradients_of_a_model_are_those_of_the_library(model, fused):
     worst = errors(found, truth)
     print(model, f"{max(worst.values()):.2e}")
     assert 0 < max(worst.values()) < 2e-5, worst
+
+
+def rank_gradients(engine: str, backend: str):
+    for module in (gates, api):
+        module.choose = lambda x: backend
+    model = Engine(
+        tiny_config({"dtype": "float32", "parallel": {"dp": 1, "cp": 2}, "engine": {"name": engine}}), this_rank()
+    )
+    model.accumulate_gradients(model._prepare(sample()[:4]))
+    return {name: gradient.clone() for name, gradient in whole_gradients(model).items()}
+
+
+def test_weights_that_fsdp2_shards_are_whole_in_forward_and_backward():
+    """Which fills the norm's weight, A_log and dt_bias when their modules are called, and frees them afterwards."""
+    found = run_ranks(2, rank_gradients, "fsdp2", "triton")[0]
+    truth = run_ranks(2, rank_gradients, "plain", "reference")[0]
+    worst = errors(found, truth)
+    print(f"{max(worst.values()):.2e}")
+    assert max(worst.values()) < 2e-5, worst
