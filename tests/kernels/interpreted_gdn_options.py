@@ -24,9 +24,9 @@ def nothing_packed(monkeypatch):
     monkeypatch.setattr(packing, "LEAST_SPARED", 2.0)
 
 
-@pytest.fixture(params=[1, 3], ids=["a chunk a program", "chunks a program"], autouse=True)
-def options(request, monkeypatch):
-    monkeypatch.setattr(dqkwg, "CHUNKS", request.param)
+@pytest.fixture(autouse=True)
+def options(monkeypatch):
+    monkeypatch.setattr(dqkwg, "CHUNKS", 3)
     monkeypatch.setattr(launch, "FLOAT32", Sizes(16, 8, 1, tiles=True))
     monkeypatch.setattr(dqkwg, "TILES", True)
     monkeypatch.setattr(dqkwg, "BLOCK_KEYS", 16)
@@ -34,9 +34,12 @@ def options(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("keys", "spared"), [("low rank", 0.0), ("random", 2.0)], ids=["low rank, packed", "random, not packed"]
+    ("keys", "spared", "chunks"),
+    [("low rank", 0.0, 1), ("low rank", 0.0, 3), ("random", 2.0, 1)],
+    ids=["packed, a chunk a program", "packed, chunks a program", "random keys"],
 )
-def test_equals_the_reference(keys, spared, monkeypatch):
+def test_equals_the_reference(keys, spared, chunks, monkeypatch):
+    monkeypatch.setattr(dqkwg, "CHUNKS", chunks)
     monkeypatch.setattr(packing, "LEAST_SPARED", spared)
     # Chunks that are full, partial, and of several fragments; a root of its own; leaves.
     forest = forest_of_segments([(-1, 130), (0, 64), (0, 5), (2, 1), (2, 3), (0, 9), (-1, 66), (6, 2)])
@@ -68,7 +71,7 @@ def test_the_options_are_taken(monkeypatch):
         raise AssertionError("taken")
 
     for module, name in (
-        (dqkwg, "dqkwg_tiles_kernel" if dqkwg.CHUNKS == 1 else "dqkwg_walk_kernel"),
+        (dqkwg, "dqkwg_walk_kernel"),
         (solve_backward, "solve_backward_from_solutions_kernel"),
         (forward_pass, "tile_states"),
         (backward_pass, "tile_states"),
