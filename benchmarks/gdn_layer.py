@@ -1,11 +1,12 @@
 """Where the time of a whole Gated DeltaNet layer of the 35B-A3B shape goes, on one GPU; bf16.
 
-    python -m benchmarks.gdn_layer
+    python -m benchmarks.gdn_layer [--options]
 
 Stages are timed inside a forward or a backward, each beside the least time that its traffic takes (`gdn_stages`), the
 projections beside that of their products. ``rest`` is what no stage holds: in backward the projections' products, which
 are timed alone below, the sum of their four input gradients, and gaps between kernels. The layer is timed with the
-library's operators in place of `cp_engine.kernels.gates` too, and its results are compared with theirs.
+library's operators in place of `cp_engine.kernels.gates` too, and its results are compared with theirs. With
+``--options`` the element-wise kernels are timed under other launch options as well.
 
 Shapes: T tokens, C hidden size.
 """
@@ -21,13 +22,15 @@ from unittest import mock
 import torch
 
 from benchmarks.attention_workloads import workload_forest
-from benchmarks.clock import median_ms
+from benchmarks.clock import median_ms, release
+from benchmarks.gdn_layer_options import show_options, stage_calls, time_options
 from benchmarks.gdn_ranks import BOUNDS, HYBRID, PARAMETER_BOUND, Layer, Problem, layer_module
 from benchmarks.gdn_stages import BYTES_A_MS, REST, STAGES, stage_table
 from benchmarks.gdn_tuning import compile_in_parallel, shorten_autotuning
 from benchmarks.gdn_workloads import HEADS, plan_of
 from cp_engine.kernels import gates
 from cp_engine.kernels.gates import api
+from cp_engine.layers.gdn import gdn_tables
 from cp_engine.machines import peak_flops
 
 WORKLOAD = "art_5k16x100"
@@ -129,7 +132,9 @@ def show(found: dict) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--options", action="store_true", help="time the element-wise kernels' launch options too")
+    arguments = parser.parse_args()
     began, device = time.perf_counter(), torch.device("cuda")
     compile_in_parallel("whole_layer")
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
@@ -138,6 +143,10 @@ def main() -> None:
     problem = Problem.make(workload_forest(WORKLOAD, 1), module)
     print(f"{WORKLOAD}: {problem.forest.tokens:,} tokens, {torch.cuda.get_device_name()}")
     show(measure(module, problem))
+    if arguments.options:
+        release(device)
+        tables, weight = gdn_tables(plan_of(problem.forest), 0, device), module.conv1d.weight.detach().squeeze(1)
+        show_options(time_options(stage_calls(weight, tables, HEADS, module.norm.variance_epsilon), device))
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

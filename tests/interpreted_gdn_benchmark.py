@@ -12,7 +12,17 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from benchmarks import gdn, gdn_check, gdn_layer, gdn_ranks, gdn_rivals, gdn_stages, gdn_sweep, gdn_tuning
+from benchmarks import (
+    gdn,
+    gdn_check,
+    gdn_layer,
+    gdn_layer_options,
+    gdn_ranks,
+    gdn_rivals,
+    gdn_stages,
+    gdn_sweep,
+    gdn_tuning,
+)
 from benchmarks.gdn_stages import STAGES
 from benchmarks.gdn_workloads import NAMES, Problem
 from cp_engine.kernels import gates
@@ -345,3 +355,20 @@ def test_a_wrong_gate_is_seen(layer_on_triton, monkeypatch):
     right = gates.api.triton.gated_norm
     monkeypatch.setattr(gates.api.triton, "gated_norm", lambda x, gate, *rest: right(x, -gate, *rest))
     assert not gdn_layer.measure(*whole_layer())["right"]
+
+
+def test_launch_options_of_the_layer(monkeypatch):
+    """Every option gives the same results, and one that does not is called wrong."""
+    module, problem = whole_layer()
+    tables = layer.gdn_tables(gdn_layer.plan_of(problem.forest), 0)
+    weight = module.conv1d.weight.detach().squeeze(1)
+    calls = gdn_layer_options.stage_calls(weight, tables, HEADS, 1e-6)
+    monkeypatch.setattr(gdn_layer_options, "median_ms", lambda call, device: 1.0)
+    found = gdn_layer_options.time_options(calls, weight.device)
+    assert set(found) == set(gdn_layer_options.OPTIONS)
+    assert all(ms == 1.0 for times in found.values() for ms in times.values())
+    backward = calls["norm_backward"]
+    calls["norm_backward"] = lambda: [x * gates.api.triton.BACKWARD_ROWS for x in backward()]
+    wrong = gdn_layer_options.time_options(calls, weight.device)["norm_backward"]
+    assert {option: ms is None for option, ms in wrong.items()} == {option: option[0] != 16 for option in wrong}
+    gdn_layer_options.show_options(found | {"norm_backward": wrong})
