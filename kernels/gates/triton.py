@@ -26,10 +26,10 @@ SOFTPLUS_IDENTITY = 20.0
 def _softplus(x, IDENTITY: tl.constexpr):
     """log(1 + e^x) to float32's precision also where e^x vanishes beside 1: slow decays live there."""
     power = tl.exp(tl.minimum(x, IDENTITY))
-    sum_ = 1.0 + power
+    shifted = 1.0 + power
     # log(1 + p) = p log(s) / (s - 1) with the s that 1 + p was rounded to (Kahan).
-    rounded = tl.where(sum_ == 1.0, 1.0, sum_ - 1.0)
-    logarithm = tl.where(sum_ == 1.0, power, tl.log(sum_) * (power / rounded))
+    added = tl.where(shifted == 1.0, 1.0, shifted - 1.0)
+    logarithm = tl.where(shifted == 1.0, power, tl.log(shifted) * (power / added))
     return tl.where(x > IDENTITY, x, logarithm)
 
 

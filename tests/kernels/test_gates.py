@@ -51,7 +51,7 @@ TYPES = dict.fromkeys(("g", "dg", "parts", "decay_rate", "dt_bias"), "*fp32") | 
 )
 def test_compiles_for_hopper_without_spills(kernel, constants):
     made = compile_for_hopper(getattr(triton, kernel), constants, TYPES, triton.WARPS)
-    # Two programs of 128 threads and 16 KiB of rows each are far from what a multiprocessor holds.
+    # Four programs of 128 threads on a multiprocessor at least, with loads and stores of 16 bytes a thread.
     assert made.spilled == 0 and made.registers <= 128
     assert "ld.global.v4" in made.ptx and "st.global.v4" in made.ptx
 
@@ -104,6 +104,6 @@ def test_on_a_gpu(rows, dtype):
     leaves, cotangents = (normal(rows, 32), normal(rows, 32), normal(32) - 3, normal(32) - 2), [normal(rows, 32)] * 2
     truth = run(eager_gates, leaves, cotangents, torch.float64)
     found = relative_errors(run(input_gates, leaves, cotangents, dtype), truth)
-    assert max(found) <= rounding, found
+    assert found[0] <= 1e-5 and max(found) <= rounding, found  # g is float32
     again = run(input_gates, leaves, cotangents, dtype)
     assert all(torch.equal(a, b) for a, b in zip(again, run(input_gates, leaves, cotangents, dtype), strict=True))
