@@ -27,6 +27,8 @@ def add_lora(causal_lm: nn.Module, lora: LoraSection, seed: int) -> None:
         torch.manual_seed(seed)
         inject_adapter_in_model(peft_config(lora, names), causal_lm)
     for _, layer in lora_layers(causal_lm):
+        if not isinstance(layer.base_layer, nn.Linear):
+            continue  # stacked experts, whose adapters are on parameters
         layer.forward = MethodType(_adapted, layer)
         layer.lora_B["default"].forward = MethodType(_added, layer.lora_B["default"])
 
