@@ -30,15 +30,38 @@ def add_lora(causal_lm: nn.Module, lora: LoraSection, seed: int) -> None:
         if not isinstance(layer.base_layer, nn.Linear):
             continue  # stacked experts, whose adapters are on parameters
         layer.forward = MethodType(_adapted, layer)
+        layer.lora_A["default"].forward = MethodType(_lowered, layer.lora_A["default"])
         layer.lora_B["default"].forward = MethodType(_added, layer.lora_B["default"])
 
 
 def _adapted(self, x: torch.Tensor) -> torch.Tensor:
-    """``W x + s B (A x)``, [.., in] -> [.., out], of `peft`'s linear layer, which without this passes six times over
-    tensors of the output's size for the adapter: two are left."""
-    rows = x.flatten(0, -2)
-    out = self.lora_B["default"](self.lora_A["default"](rows), self.base_layer(rows), self.scaling["default"])
+    """``W x + s B (A x)``, [.., in] -> [.., out], of `peft`'s linear layer, without its passes over whole tensors for
+    the adapter: both sums, of the outputs and of the gradients of x, are taken inside products."""
+    low, rows = self.lora_A["default"](x.flatten(0, -2))
+    out = self.lora_B["default"](low, self.base_layer(rows), self.scaling["default"])
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _lowered(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``A x``, and x for the frozen product alone. A module call, which engines' hooks see."""
+    # Where x needs no gradient the frozen product would compute one for the second output.
+    return _Lowered.apply(rows, self.weight) if rows.requires_grad else (nn.functional.linear(rows, self.weight), rows)
+
+
+class _Lowered(torch.autograd.Function):
+    """[n, in], [r, in] -> [n, r] and x once more; the gradient of the second is added to inside the product."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dlow: torch.Tensor, dx: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        # The frozen product alone reads the second output, so nobody else holds its gradient.
+        dx = dx.addmm_(dlow, weight) if ctx.needs_input_grad[0] else None
+        return dx, dlow.T @ x if ctx.needs_input_grad[1] else None
 
 
 def _added(self, low: torch.Tensor, base: torch.Tensor, scaling: float) -> torch.Tensor:
