@@ -64,8 +64,10 @@ def head_case(
     """A random case: every predictor but the second has an edge, the first one many, with a target twice.
 
     Args:
+        edges: of which the first predictor has half, so at least two for each predictor.
         size: standard deviation of logits, about.
     """
+    assert edges >= 2 * predictors, "half of the edges are for every predictor one"
     rng, made = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     row = np.sort(rng.choice(rows, predictors, replace=False))
     with_edges = np.array([i for i in range(predictors) if i != 1])

@@ -125,7 +125,7 @@ def test_rows_beyond_32_bit_offsets():
 def test_memory_on_gpu(frozen):
     """One chunk of logits beside hidden states and their gradient; a trained weight's gradient in float32 and bf16."""
     vocab, width, predictors = 151_936, 1_024, 8_192
-    mine = head_case(2, vocab=vocab, width=width, rows=predictors, predictors=predictors, edges=9_000)
+    mine = head_case(2, vocab=vocab, width=width, rows=predictors, predictors=predictors, edges=20_000)
     mine = mine.to("cuda", torch.bfloat16)
     mine.run("triton", frozen)  # compiles, and makes the workspace of products
     torch.cuda.synchronize()
