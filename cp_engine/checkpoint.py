@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -60,11 +61,7 @@ class Checkpoints:
                 rank. Older ones are left whole.
         """
         self.wait()
-        partial = self._partial(engine.steps_done)
-        if engine.ranks.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        _wait(engine.ranks)
+        _on_first_rank(lambda: self._begin(engine.steps_done), engine.ranks)
         progress = {"steps_done": engine.steps_done, "run": _run(engine)}
         state = engine.distributed.checkpoint_state(copies=self._thread is not None)
         if self._thread is None:
@@ -88,6 +85,12 @@ class Checkpoints:
     def _partial(self, steps_done: int) -> Path:
         return self.place / f".{_name(steps_done)}.partial"
 
+    def _begin(self, steps_done: int) -> None:
+        """Make room; what an earlier run was writing when it ended is of no use."""
+        for left in self.place.glob(".step-*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        self._partial(steps_done).mkdir(parents=True)
+
     def _write(self, state: dict[str, torch.Tensor], progress: dict, ranks: Ranks) -> None:
         partial = self._partial(progress["steps_done"])
         try:
@@ -95,23 +98,21 @@ class Checkpoints:
         except CheckpointException as error:  # on all ranks, whichever failed; no Exception, so nobody would catch it
             why = "; ".join(f"rank {rank}: {each!r}" for rank, (each, _) in error.failures.items())
             raise OSError(f"cannot write the checkpoint of step {progress['steps_done']}: {why}") from error
-        failed: OSError | None = None
-        if ranks.is_first:
-            try:
-                self._complete(partial, progress)
-            except OSError as error:
-                failed = error
-        failed = _of_first_rank(failed, ranks, self._group)
-        if failed is not None:
-            raise failed
+        _on_first_rank(lambda: self._complete(partial, progress), ranks, self._group)
 
     def _complete(self, partial: Path, progress: dict) -> None:
-        """Give a whole checkpoint its name, and remove those that are too many."""
+        """Give a whole checkpoint its name, and remove those that are too many.
+
+        Those of later steps are of a run that this one, which did not resume it, replaces: kept, they would be taken
+        for the newest.
+        """
         (partial / _PROGRESS).write_text(json.dumps(progress) + "\n")
         final = self.place / _name(progress["steps_done"])
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in self.complete()[: -self.keep]:
+        complete = self.complete()
+        number = complete.index(final) + 1
+        for old in (*complete[:number][: -self.keep], *complete[number:]):
             shutil.rmtree(old, ignore_errors=True)
 
     def resume(self, engine: Engine) -> bool:
@@ -153,15 +154,21 @@ def _name(steps_done: int) -> str:
     return f"step-{steps_done:08d}"
 
 
-def _of_first_rank(failed: OSError | None, ranks: Ranks, group: dist.ProcessGroup | None) -> OSError | None:
-    """What failed on the first rank, on every rank; also the point that all ranks wait for."""
-    if ranks.group is None:
-        return failed
-    found = [failed]
-    dist.broadcast_object_list(found, src=0, group=group or ranks.group, device=torch.device("cpu"))
-    return found[0]
+def _on_first_rank(work: Callable[[], None], ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
+    """Run ``work`` on the first rank; all ranks wait for it, and raise its OSError.
 
-
-def _wait(ranks: Ranks) -> None:
+    Args:
+        group: of all ranks; None for the group of the run.
+    """
+    failed: OSError | None = None
+    if ranks.is_first:
+        try:
+            work()
+        except OSError as error:
+            failed = error
     if ranks.group is not None:
-        dist.barrier(group=ranks.group)
+        found = [failed]
+        dist.broadcast_object_list(found, src=0, group=group or ranks.group, device=torch.device("cpu"))
+        failed = found[0]
+    if failed is not None:
+        raise failed

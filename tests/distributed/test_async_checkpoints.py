@@ -152,7 +152,7 @@ def test_one_is_written_at_a_time(tmp_path):
     assert [path.name for path in checkpoints.complete()] == [f"step-{steps:08d}" for steps in (1, 2, 3)]
 
 
-def no_space(*_):
+def no_space(*_, **options):
     raise OSError("no space left")
 
 
@@ -163,7 +163,7 @@ def failing(place, owner, name: str, asked: str):
     checkpoints.save(engine)
     checkpoints.wait()
     engine.steps_done, method = 1, getattr(owner, name)
-    if ranks.rank == (0 if name == "write_text" else 1):
+    if ranks.rank == (0 if owner is Path else 1):
         setattr(owner, name, no_space)
     try:
         checkpoints.save(engine)
@@ -181,6 +181,7 @@ def failing(place, owner, name: str, asked: str):
     [
         (FileSystemWriter, "write_data", "cannot write the checkpoint of step 1: rank 1: OSError('no space left')"),
         (Path, "write_text", "no space left"),
+        (Path, "mkdir", "no space left"),
     ],
 )
 def test_a_failed_write_is_told_on_every_rank(owner, name, message, asked, tmp_path):
@@ -218,3 +219,18 @@ def test_a_crash_in_the_middle_leaves_the_checkpoint_before_it(tmp_path):
     checkpoints.save(engine)
     checkpoints.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_that_starts_anew_replaces_checkpoints_of_later_steps(keep, tmp_path):
+    engine = engine_on(mesh(1, 1))
+    for steps in (3, 90, 100, 5):
+        engine.steps_done = steps
+        Checkpoints(tmp_path, 3 if steps > 5 else keep).save(engine)
+    assert [path.name for path in Checkpoints(tmp_path, keep).complete()] == ["step-00000003", "step-00000005"][-keep:]
+
+
+def test_what_another_run_was_writing_is_removed(tmp_path):
+    (tmp_path / ".step-00000007.partial" / "state").mkdir(parents=True)
+    Checkpoints(tmp_path, 1).save(engine_on(mesh(1, 1)))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
