@@ -246,7 +246,7 @@ def read_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raw = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ValueError(f"cannot read config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {type(raw).__name__}")
@@ -271,7 +271,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     *sections, name = key.split(".")
     target = raw
     for section in sections:
-        target = target.setdefault(section, {})
+        if target.get(section) is None:  # missing, or null
+            target[section] = {}
+        target = target[section]
         if not isinstance(target, dict):
             raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
     try:

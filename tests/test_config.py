@@ -27,6 +27,9 @@ def test_overrides_replace_values(tmp_path):
     config = read_config(file, ["parallel.cp=3", "optimizer.lr=2.0e-4", "loss.name=sft", "packing.max_pack_tokens=64"])
     assert (config.parallel.cp, config.optimizer.lr, config.loss.name) == (3, 2e-4, "sft")
     assert config.packing.max_pack_tokens == 64
+    file.write_text("model: {path: tiny-qwen3}\nlora:\ncheckpoint: null\n")
+    config = read_config(file, ["lora.r=4"])
+    assert config.lora.r == 4 and config.checkpoint is None
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,9 @@ def test_bad_files_and_overrides_are_named(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("model: [1, 2")
     with pytest.raises(ValueError, match="is not valid YAML"):
+        read_config(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"c.yaml is not valid YAML: 'utf-8' codec"):
         read_config(file)
     file.write_text("- 1\n")
     with pytest.raises(ValueError, match="must hold a mapping of settings, got list"):
