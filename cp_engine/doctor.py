@@ -16,7 +16,10 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-OPTIONAL = ("triton", "nvidia-cudnn-frontend", "flash-attn-4", "deepspeed", "peft", "tensorboard", "wandb")
+OPTIONAL = (
+    *("triton", "nvidia-cudnn-frontend", "flash-attn-4", "liger-kernel"),
+    *("deepspeed", "peft", "tensorboard", "wandb"),
+)
 HEAD_SIZES = (64, 128, 256)
 DTYPES = ("bfloat16", "float32", "float64")
 GDN_HEAD_SIZE = 128
@@ -220,15 +223,18 @@ def _intervals(pack: str):
 def _gated_delta_rule(device, dtype: str) -> list[dict[str, Any]]:
     import torch
 
+    from cp_engine.kernels import gates
     from cp_engine.kernels.gdn import api, triton
 
     rows = Rows(device, getattr(torch, dtype), (0, 1, GDN_HEAD_SIZE))
     name, why = api.choose("auto", rows, rows), {"triton": triton.why_not(rows, rows)}
     # A layer's convolution runs on the backend of its recurrence.
-    return [
+    found = [
         _entry(operator, dtype, GDN_HEAD_SIZE, "all", name, why, device)
         for operator in ("gated delta rule", "its convolution")
     ]
+    why = {"triton": gates.why_not(rows)}
+    return [*found, _entry("its gates and gated norm", dtype, None, "all", gates.choose(rows), why, device)]
 
 
 def _head(device, dtype: str) -> dict[str, Any]:

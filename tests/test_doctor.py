@@ -39,6 +39,8 @@ def test_on_a_hopper_card_the_kernels_choose(hopper):
     assert chosen["attention forward", "float32", 128, "all"] == "reference"
     assert chosen["gated delta rule", "bfloat16", 128, "all"] == chosen["its convolution", "bfloat16", 128, "all"]
     assert chosen["gated delta rule", "bfloat16", 128, "all"] == "triton"
+    gates = [chosen["its gates and gated norm", dtype, None, "all"] for dtype in doctor.DTYPES]
+    assert gates == ["triton", "reference", "reference"]
     heads = [chosen["log-prob head", dtype, None, "all"] for dtype in doctor.DTYPES]
     assert heads == ["triton", "triton", "reference"]
     assert not any(one["install"] for one in found)

@@ -13,10 +13,18 @@ from cp_engine.kernels.shared import packages
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
+def why_not(x: torch.Tensor) -> str | None:
+    """Why Triton does not compute the gates of rows like these, in the user's words; None when it does."""
+    if x.device.type != "cuda":
+        return f"needs a GPU; rows are on {x.device}"
+    if x.dtype not in FUSED_DTYPES:
+        return f"computes bfloat16 and float16; got {x.dtype}"
+    return None if packages.installed("triton") else "needs the package triton (pip install triton)"
+
+
 def choose(x: torch.Tensor) -> str:
     """``triton`` for 16-bit rows on a GPU where Triton is installed, else ``reference``."""
-    fused = x.device.type == "cuda" and x.dtype in FUSED_DTYPES and packages.installed("triton")
-    return "triton" if fused else "reference"
+    return "triton" if why_not(x) is None else "reference"
 
 
 def input_gates(
