@@ -191,7 +191,7 @@ def _attention(device, dtype: str, size: int) -> list[dict[str, Any]]:
     from cp_engine.kernels.attention import auto
 
     rows = Rows(device, getattr(torch, dtype), (0, 1, size))
-    why = {name: auto.MODULES[name].why_not(rows) for name in ("cudnn", "fa4", "triton")}
+    why = {name: auto.MODULES[name].why_not(rows) for name in ("cudnn", "triton")}
     found = []
     for step, packs in (("forward", ("all",)), ("backward", tuple(_PACKS))):
         chosen = {pack: auto.choose(step, rows, _intervals(pack)) for pack in packs}

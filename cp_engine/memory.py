@@ -23,6 +23,9 @@ Recompute = Literal["none", "layers", "layers_keep_mixers"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "layers", "layers_keep_mixers")
 HEAD_CHUNK = 2**26  # logits of one chunk of the reference head (`kernels/logprob`)
 TRITON_HEAD_CHUNK = 2**30  # bytes of logits of one chunk of the Triton head
+# Bytes that backward of attention keeps p and ds in, at head sizes that have one (`kernels/attention/triton`).
+ATTENTION_WORKSPACE = 3 * 2**30
+WORKSPACE_HEAD_SIZES = (129, 256)
 _CHUNK = 64  # tokens of a chunk of the GDN kernels
 RESERVED = 2 * 2**30  # device context, libraries' workspaces and fragmentation (predicted)
 
@@ -36,6 +39,7 @@ class MemorySetup:
         adapter_parameters: trained ones of LoRA, on top of the model, which is frozen; None trains the model.
         adapter_width: sum of the ranks of the adapters of one layer.
         optimizer_moments: tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 0 for SGD.
+        triton_attention: the kernels of 16-bit models on Hopper GPUs, with a workspace at large head sizes.
         triton_gdn: the kernels of 16-bit models on GPUs, which keep the inverse of each chunk of 64 tokens.
         triton_head: the head's kernels on GPUs, which hold logits once.
     """
@@ -49,6 +53,7 @@ class MemorySetup:
     optimizer_moments: int = 2
     recompute: Recompute = "none"
     offload_activations: bool = False
+    triton_attention: bool = True
     triton_gdn: bool = True
     triton_head: bool = True
 
@@ -94,7 +99,10 @@ def predict_memory(tokens: int, model: ModelSizes, setup: MemorySetup, traffic: 
     kept = sum(count * kept_bytes(tokens, attention, model, setup, traffic) for count, attention in kinds)
     activations = (0 if setup.offload_activations else kept) + tokens * final_bytes(model)
     present = [attention for count, attention in kinds if count]
-    backward = max(backward_bytes(attention, model, setup) for attention in present) * tokens
+    backward = max(
+        backward_bytes(attention, model, setup) * tokens + attention * workspace_bytes(model, setup)
+        for attention in present
+    )
     head_forward, head_backward = head_bytes(tokens, model, setup)
     held = weights + gradients + optimizer + activations + traffic.attention_buffers
     working = max(head_backward, backward, gradient_bytes(model, setup))
@@ -253,6 +261,13 @@ def backward_bytes(attention: bool, model: ModelSizes, setup: MemorySetup) -> in
     if setup.recompute == "none":
         return 2 * shape.hidden * e + max(2 * width, mixer - 4 * width)
     return shape.hidden * e + inside_bytes(attention, model, setup) + max(width, mixer - 4 * width)
+
+
+def workspace_bytes(model: ModelSizes, setup: MemorySetup) -> int:
+    """What backward of an attention layer holds beside its rows: all of it, however small the pack."""
+    smallest, largest = WORKSPACE_HEAD_SIZES
+    held = setup.triton_attention and model.shape.element_bytes == 2 and smallest <= model.shape.head_dim <= largest
+    return ATTENTION_WORKSPACE * held
 
 
 def final_bytes(model: ModelSizes) -> int:

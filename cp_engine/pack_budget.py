@@ -65,6 +65,7 @@ def run_sizes(config: Config, model: nn.Module, ranks: Ranks) -> tuple[ModelSize
         optimizer_moments=2 if config.optimizer.name == "adamw" else 0,
         recompute=config.memory.recompute,
         offload_activations=config.memory.offload_activations,
+        triton_attention=ranks.device.type == "cuda",
         triton_gdn=ranks.device.type == "cuda",
         triton_head=ranks.device.type == "cuda",
     )

@@ -27,11 +27,12 @@ class Costs:
     """
 
     # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: fitted on the H200 times of `auto` in
-    # benchmarks/results.jsonl (measured 2026-11-30, commit a9e328f; seven trees of D 128, one of D 256, whose backward
-    # is fa4's): each of the sixteen within 7 %, forward and backward together within 5 %. D 64: dense rates (anchors).
-    # Others by FLOPs.
+    # benchmarks/results.jsonl (measured 2026-11-30, commit a9e328f; seven trees of D 128, one of D 256): each of the
+    # sixteen within 7 %, forward and backward together within 5 %. Backward at D 256 has been faster since: 59.5 ms on
+    # that tree with 5 GiB of stored scores (measured 2026-11-30), 1 % more with 3 (predicted). D 64: dense rates
+    # (anchors). Others by FLOPs.
     tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 12_680), (256, 23_660))
-    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_780), (256, 113_500))
+    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_780), (256, 86_000))
     # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
     query_tile_forward: int = 30_800
     query_tile_backward: int = 122_500

@@ -17,6 +17,8 @@ from cp_engine import memory
 from cp_engine.config import MemoryConfig, OptimizerConfig
 from cp_engine.distributed.plain import PlainModel
 from cp_engine.distributed.ranks import Ranks
+from cp_engine.kernels.attention import triton as triton_attention
+from cp_engine.kernels.attention.triton import stored_pass
 from cp_engine.kernels.logprob import api as logprob
 from cp_engine.kernels.logprob import triton as triton_head
 from cp_engine.layers import attention as attention_layer
@@ -215,6 +217,21 @@ def test_the_head_by_hand():
         assert memory.head_bytes(tokens, model, setup) == (2**30, 2**30)
     assert memory.head_bytes(100, model, MemorySetup(engine="fsdp2", shards=8)) == (30_387_200, 30_387_200)
     assert memory.head_bytes(tokens, model, MemorySetup(triton_head=False)) == (18 * 2**26, 24 * 2**26)
+
+
+def test_the_workspace_of_attention_by_hand():
+    """At head size 256 of 16-bit models alone, in backward alone, whatever the tokens."""
+    assert memory.ATTENTION_WORKSPACE == stored_pass.WORKSPACE
+    assert memory.WORKSPACE_HEAD_SIZES == triton_attention.STORED_SIZES
+    model, setup = model_sizes("qwen3.5-35b-a3b"), MemorySetup(engine="fsdp2", shards=8, recompute="layers")
+    for tokens in (1000, 30_000):
+        held, without = (predict_memory(tokens, model, one) for one in (setup, replace(setup, triton_attention=False)))
+        assert held.forward_peak == without.forward_peak
+        assert held.parts()["working"] == tokens * memory.backward_bytes(True, model, setup) + 3 * 2**30
+        assert without.parts()["working"] < held.parts()["working"] - 2**31
+    wide = replace(model, shape=replace(model.shape, element_bytes=4))
+    for other in (wide, model_sizes("qwen3-8b")):
+        assert memory.workspace_bytes(other, setup) == 0
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cp_engine.kernels.attention import Intervals, attention, attention_backward, prepare
 from cp_engine.sharding.attention_plan import AttentionPlan, GatherPlan
+from cp_engine.sharding.cost import best_head_groups
 from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, gather_forward
 from cp_engine.sharding.exchange.kept import kept
 from cp_engine.sharding.exchange.ring import RingTables, ring_backward, ring_forward
@@ -66,13 +67,34 @@ def kernel_intervals(
         parts = [(plan.gather or plan.ulysses or plan.ulysses_gather.gather).intervals]
     made = [Intervals.from_arrays(part, device) for part in parts]
     if heads is not None:
-        # Calls may take some of the heads only: what lists depend on is how many query heads share a kv head.
-        team = plan.ulysses_gather or plan.ulysses
-        shared = heads.kv if team is None else max(heads.kv, len(team.order.rank_rows))
+        query, kv = _heads_of_a_call(plan, heads)
         for intervals in made:
-            share = max(1, heads.query // shared)  # heads that cannot be dealt out are refused by the exchange
-            prepare(intervals, query_heads=share, kv_heads=1, size=heads.size, dtype=heads.dtype)
+            prepare(intervals, query_heads=query, kv_heads=kv, size=heads.size, dtype=heads.dtype)
     return made
+
+
+def _heads_of_a_call(plan: AttentionPlan, heads: Heads) -> tuple[int, int]:
+    """Query and kv heads of one kernel call: of a rank's share where heads are dealt out, of a group of `gather`."""
+    both, between, rows = plan.ulysses_gather, plan.between, plan.rank_rows
+    team = both or plan.ulysses
+    ranks = 1 if team is None else len(team.order.rank_rows)
+    dealt = max(heads.kv, ranks)  # kv heads fewer than ranks are repeated
+    query, kv = max(1, heads.query // dealt) * (dealt // ranks), dealt // ranks
+    gather = plan.gather
+    if both is not None:
+        gather, between, rows = both.gather, both.team_between, both.team_rows
+    if gather is None:
+        return query, kv
+    groups = best_head_groups(
+        int(max(between.sum(0).max(), between.sum(1).max())),
+        int(rows.max()),
+        gather.most_pairs,
+        query_heads=query,
+        kv_heads=kv,
+        head_dim=heads.size,
+        element_bytes=heads.dtype.itemsize,
+    )
+    return query // groups, kv // groups
 
 
 def attention_tables(

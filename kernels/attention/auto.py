@@ -10,19 +10,15 @@ from functools import cache
 
 import torch
 
-from cp_engine.kernels.attention import cudnn, fa4, reference, triton
+from cp_engine.kernels.attention import cudnn, reference, triton
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.pieces import row_pieces
-from cp_engine.kernels.attention.rectangles import call_list
 
 _LOG = logging.getLogger(__name__)
-MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn, "fa4": fa4}
+MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn}
 # Below so many visible keys of a row, mean over the rows, segments are short: the tiles of `triton` cover them with
 # fewer pairs, and its backward is faster (game24_tree has 457 keys a row).
 FEW_KEYS = 700
-# From so many visible pairs of a sequence of `fa4` on, mean over its calls, its backward at head size 256 is used: 79.2
-# against 93.5 ms of `cudnn` at 41 M pairs (one trunk of 16,384 with 16 leaves of 2,048). Where the two meet is a guess.
-LARGE_RECTANGLE = 4 * 2**20
 
 
 def forward(
@@ -60,20 +56,15 @@ def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
     # float32 is for proofs: the reference is exact there, and matrix units do not help any backend.
     if q.device.type != "cuda" or q.dtype in (torch.float64, torch.float32):
         return "reference"
-    why = {name: MODULES[name].why_not(q) for name in ("cudnn", "triton", "fa4")}
+    why = {name: MODULES[name].why_not(q) for name in ("cudnn", "triton")}
     name = next((one for one in ("cudnn", "triton") if why[one] is None), "reference")
-    if step == "backward":
-        if why["triton"] is None and intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
+    if step == "backward" and why["triton"] is None:
+        # Five products: 59.5 ms where `fa4` takes 79.2 and `cudnn` 93.5 (one trunk of 16,384 with 16 leaves of 2,048).
+        # Its blocks are not smaller than theirs, but nor are they larger: no tree turns the order round.
+        if triton.stores(q) or intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
             name = "triton"
-        elif why["fa4"] is None and q.shape[2] == 256 and large_rectangles(intervals):
-            name = "fa4"
     _log_once(step, name, str(q.dtype), q.shape[2], tuple(why.items()))
     return name
-
-
-def large_rectangles(intervals: Intervals) -> bool:
-    """Whether few large rectangles hold the visible pairs."""
-    return intervals.slide is None and call_list(intervals).mean_pairs >= LARGE_RECTANGLE
 
 
 def mean_keys(intervals: Intervals) -> float:

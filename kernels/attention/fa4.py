@@ -5,7 +5,8 @@ accumulation dtype, call by call; no addition within a call meets another one, s
 forward: FA4 hands out each call's output in the inputs' dtype, so merging rounds a row once a call. At head size 256
 that missed the error bound of design section 10, and it was slower than one masked kernel (docs/log.md).
 
-It pays where few large rectangles hold the pairs: a long trunk with long leaves. Every call's dq, dk and dv come back
+It does best where few large rectangles hold the pairs: a long trunk with long leaves. `auto` does not take it: there
+`cudnn` (head size 128) and `triton` (256) are faster. Every call's dq, dk and dv come back
 in the inputs' dtype, so each is rounded once more than in one kernel. Inside a call dq is added by atomics, in a fixed
 order when PyTorch's deterministic algorithms are on (`torch.use_deterministic_algorithms`).
 

@@ -9,7 +9,6 @@ Shapes: Nq query rows, Nk key rows, B sequences of a call, R its query rows, K i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,11 +44,6 @@ class CallList:
     calls: tuple[Call, ...]
     sequences: int
     pairs: int  # visible pairs
-
-    @cached_property
-    def mean_pairs(self) -> float:
-        """Visible pairs of a sequence."""
-        return self.pairs / max(self.sequences, 1)
 
 
 @dataclass(frozen=True)

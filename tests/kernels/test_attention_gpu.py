@@ -9,6 +9,7 @@ Shapes: T tokens of a forest, S segments, Hq query heads, Hk kv heads, D head si
 
 import contextlib
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_engine.kernels.attention import Intervals, attention, attention_backward, cudnn, fa4
+from cp_engine.kernels.attention import Intervals, attention, attention_backward, cudnn, fa4, triton
 from cp_engine.sharding.forest import Forest, build_forest
 from cp_engine.sharding.intervals import visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
@@ -174,12 +175,37 @@ def test_slices_of_heads_have_the_bits_of_copies(backend, size):
     assert all(torch.equal(got[name], truth[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("window", [1, 40, 300])
-def test_sliding_windows(backend, window):
+@pytest.mark.parametrize(
+    ("heads", "size"), [((8, 1), 256), ((12, 2), 256), ((4, 4), 256), ((8, 2), 192)], ids=["8", "6", "1", "D192"]
+)
+def test_triton_in_waves_of_stored_scores(monkeypatch, heads, size):
+    """Packs of 8 heads, of 6 (rows without bulk copies), of 1, and a size between; no second call waits for the GPU."""
+    from cp_engine.kernels.attention.triton import stored_pass
+
+    if not triton.stores(torch.empty(0, 1, size, dtype=torch.bfloat16, device="cuda")):
+        pytest.skip("scores are stored on Hopper GPUs")
+    monkeypatch.setattr(stored_pass, "IN_USE", replace(stored_pass.IN_USE, workspace=4 << 20))
+    forest = deep_forest()
+    x, intervals = inputs(forest, heads, size), whole(forest)
+    got = run(x, intervals, "triton")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = run(x, intervals, "triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(stored_pass.blocks_of(x.q, heads[1], intervals).waves) > 3
+    assert all(torch.equal(got[name], again[name]) for name in NAMES)
+    with nondeterministic():
+        check_bounds(forest, got, flat_rows(forest, x), dense_attention(visible(forest).cuda(), x))
+
+
+@pytest.mark.parametrize(("window", "size"), [(1, 128), (40, 128), (300, 128), (40, 256)])
+def test_sliding_windows(backend, window, size):
     if backend == "fa4":
         pytest.skip("fa4 computes no sliding window")
     forest = deep_forest()
-    x, intervals = inputs(forest, (8, 2), 128), whole(forest, window)
+    x, intervals = inputs(forest, (8, 2), size), whole(forest, window)
     got = run(x, intervals, backend)
     with nondeterministic():
         truth = dense_attention(visible(forest, window).cuda(), x)
@@ -188,23 +214,27 @@ def test_sliding_windows(backend, window):
         assert (got[name].double() - truth[name]).norm() < 5e-3 * truth[name].norm().maximum(least), name
 
 
-def test_new_forests_compile_nothing(backend):
+@pytest.mark.parametrize("size", [128, 256])
+def test_new_forests_compile_nothing(backend, size):
     """A forest of long segments and one of short ones warm up; 50 of other sizes compile at most twice."""
+    if size == 256 and backend != "triton":
+        pytest.skip("other backends have the same kernels at both sizes")
     forests = [deep_forest()]
     forests += [random_rows(seed, rows=10 + 3 * seed, longest=(7, 30, 60)[seed % 3]).forest for seed in range(1, 52)]
     counts = []
     for forest in forests:
-        run(inputs(forest, (8, 2), 128), whole(forest), backend)
+        run(inputs(forest, (8, 2), size), whole(forest), backend)
         counts.append(compiled_kernels())
     assert counts[1] > 0 and counts[-1] - counts[1] <= 2, counts
 
 
 def compiled_kernels() -> int:
     """Kernels that Triton, cuDNN and FA4 have compiled in this process."""
-    from cp_engine.kernels.attention.triton import backward_pass, forward_pass
+    from cp_engine.kernels.attention.triton import backward_pass, forward_pass, stored_pass
 
     kernels = forward_pass._forward_kernel, backward_pass._statistics_kernel
     kernels += backward_pass._dq_kernel, backward_pass._dkdv_kernel
+    kernels += stored_pass._scores_kernel, stored_pass._key_products_kernel
     count = sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
     # Both packages keep theirs in instances of a class of this name.
     caches = [one for one in gc.get_objects() if type(one).__name__ == "JITCache"]

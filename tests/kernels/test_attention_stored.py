@@ -1,78 +1,83 @@
-"""The five-product backward compiled for Hopper without one, and what its benchmark refuses."""
+"""The five-product backward compiled for Hopper without one, and when the Triton backend takes it."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks.attention_d256 import TRIALS, stored_of
+from cp_engine.kernels.attention import triton as backend
 from cp_engine.kernels.attention.triton import stored_pass
 from cp_engine.kernels.attention.triton.blocks import KEY_ENTRY, ROW_ENTRY
-from cp_engine.kernels.attention.triton.stored_pass import Stored
+from tests.kernels.compiled import compile_for_hopper, is_tuned_compiler
 
-HEADS = {"QH": 16, "KH": 2, "D": 256, "DP": 256, "PACK": 8, "TOKENS": 16, "ROWS": 128, "BLOCK": 128}
-ROWS = {"Q_ROW": 4096, "K_ROW": 512, "V_ROW": 512, "DOUT_ROW": 4096, "PRECISION": "tf32"}
-COPIES = {"DESCRIBED": True, "COPIED": True}
+HOW = stored_pass.IN_USE
+MOST_SPILLED = 192  # bytes of a thread, few of them in the loops
 TYPES = (
     dict.fromkeys(("entries", "places", "items"), "*i32")
     | dict.fromkeys(("first_entry", "first_slot", "slots", "query_rows", "key_rows"), "i32")
     | dict.fromkeys(("lse2", "delta", "dk", "dv"), "*fp32")
     | {"words": "*i64", "scale": "fp32", "scale_log2": "fp32"}
 )
-HOW = Stored()
 
 
-@pytest.mark.parametrize(
-    ("kernel", "constants", "tiles", "sizes"),
-    [
-        (
+def constants_of(size: int, pack: int) -> dict:
+    heads = {"QH": 2 * pack, "KH": 2, "D": size, "DP": 256, "PACK": pack, "TOKENS": HOW.scores.rows // pack}
+    rows = {"Q_ROW": 2 * pack * size, "DOUT_ROW": 2 * pack * size, "K_ROW": 2 * size, "V_ROW": 2 * size}
+    return heads | rows | {"ROWS": HOW.scores.rows, "BLOCK": HOW.product.keys, "PRECISION": "tf32"}
+
+
+def tile(*extents: int) -> str:
+    return f"tensordesc<bf16[{','.join(map(str, extents))}]>"
+
+
+@pytest.mark.parametrize(("size", "pack"), [(256, 8), (256, 6), (192, 8)])
+def test_kernels_compile_for_hopper_without_one(size, pack):
+    """Products on matrix units, blocks by bulk copies, and the shared memory and registers of a Hopper card.
+
+    Rows come by bulk copies too where a tile of 128 rows holds whole tokens and a head's size is a power of two.
+    """
+    constants = constants_of(size, pack)
+    copied = size == 256
+    keys = dict.fromkeys("kv", tile(HOW.scores.keys, 256)) if copied else {}
+    made = [
+        compile_for_hopper(
             stored_pass._scores_kernel,
-            {"KEYS": HOW.scores.keys, "ENTRY": ROW_ENTRY, "DQ": False, "HELD": True},
-            {"k": (HOW.scores.keys, 256), "v": (HOW.scores.keys, 256), "stored": (128, HOW.scores.keys)},
-            HOW.scores,
-        ),
-        (
-            stored_pass._dq_product_kernel,
-            {"KEYS": HOW.product.keys, "ENTRY": ROW_ENTRY},
-            {"k": (HOW.product.keys, 256), "stored": (128, HOW.product.keys)},
-            HOW.product,
-        ),
-        (
+            constants | {"KEYS": HOW.scores.keys, "ENTRY": ROW_ENTRY, "DESCRIBED": copied},
+            TYPES | keys | {"stored": tile(HOW.scores.rows, HOW.scores.keys)},
+            HOW.scores.warps,
+            HOW.scores.stages,
+        )
+    ]
+    copied &= HOW.scores.rows % pack == 0
+    rows = dict.fromkeys(("q", "dout"), tile(HOW.product.rows // pack, pack, 256)) if copied else {}
+    made.append(
+        compile_for_hopper(
             stored_pass._key_products_kernel,
-            {"STEP": HOW.product.rows, "ENTRY": KEY_ENTRY},
-            dict.fromkeys(("q", "dout"), (HOW.product.rows // 8, 8, 256)) | {"stored": (HOW.product.rows, 128)},
-            HOW.product,
-        ),
-    ],
-    ids=["scores", "dq", "dk dv"],
-)
-def test_compiles_for_hopper_without_one(kernel, constants, tiles, sizes):
-    """All products on matrix units, tiles by bulk copies, and shared memory that a Hopper card has."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {name: value for name, value in (HEADS | ROWS | COPIES | constants).items() if name in kernel.arg_names}
-    signature, places, aligned = {}, {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], places[(place,)] = "constexpr", constants[name]
-        elif name in tiles:
-            signature[name] = f"tensordesc<bf16[{','.join(map(str, tiles[name]))}]>"
-        else:
-            signature[name] = TYPES.get(name, "*bf16")
-            if signature[name].startswith("*"):
-                aligned[(place,)] = [["tt.divisibility", 16]]
-    made = triton.compile(
-        ASTSource(kernel, signature, places, aligned),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": sizes.warps, "num_stages": sizes.stages},
+            constants | {"STEP": HOW.product.rows, "ENTRY": KEY_ENTRY, "DESCRIBED": copied},
+            TYPES | rows | {"stored": tile(HOW.product.rows, HOW.product.keys)},
+            HOW.product.warps,
+            HOW.product.stages,
+        )
     )
-    assert "wgmma.mma_async" in made.asm["ptx"] and "mma.sync" not in made.asm["ptx"]
-    assert "cp.async.bulk.tensor" in made.asm["ptx"]
-    assert made.metadata.shared <= 227 * 1024
+    for kernel in made:
+        assert "wgmma.mma_async" in kernel.ptx and "mma.sync" not in kernel.ptx
+        assert "cp.async.bulk.tensor" in kernel.ptx
+        assert kernel.shared <= 227 * 1024
+        if is_tuned_compiler():
+            assert kernel.spilled <= MOST_SPILLED
 
 
-def test_trials_name_what_they_change():
-    assert stored_of(TRIALS[0]) == Stored()
-    assert not stored_of("held+pointers").store_by_copy and stored_of("gib=2").workspace == 2 << 30
-    for trial in ("later", "scores=1,2,3", "gib=x", "apart+"):
-        with pytest.raises(ValueError, match="a trial is now, or apart, held, pointers, scores=, product= with four"):
-            stored_of(trial)
+def rows(dtype: torch.dtype, size: int, device: str = "cuda") -> SimpleNamespace:
+    """As much of a tensor as the choice of a backend reads."""
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(0, 1, size))
+
+
+def test_the_backend_takes_it_in_16_bits_at_large_head_sizes_on_hopper(monkeypatch):
+    card = [9]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (card[0], 0))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert [size for size in (16, 128, 129, 192, 256) if backend.stores(rows(dtype, size))] == [129, 192, 256]
+    assert not backend.stores(rows(torch.float32, 256)) and not backend.stores(rows(torch.bfloat16, 256, "cpu"))
+    for capability in (8, 10):
+        card[0] = capability
+        assert not backend.stores(rows(torch.bfloat16, 256))

@@ -265,13 +265,21 @@ def test_lists_made_ahead_are_for_the_heads_that_kernels_get(exchange, heads):
     forest = case_rows(Case(exchange, 3)).forest
     plan = attention_plan(forest, case_layout(Case(exchange, 3), forest, 4), 1, exchange)
     team = {"ulysses": 4, "ulysses_gather:2": 2}.get(exchange, 1)
-    share = (8 // team) // (max(heads[1], team) // team)  # query heads that use one kv head, of a rank's heads
-    with mock.patch("cp_engine.layers.attention.prepare") as prepared:
+    query, kv = 8 // team, max(heads[1], team) // team
+    groups = max(groups for groups in (1, 2) if kv % groups == 0) if "gather" in exchange else 1
+    with (
+        mock.patch("cp_engine.layers.attention.prepare") as prepared,
+        mock.patch("cp_engine.layers.attention.best_head_groups", return_value=groups) as ahead,
+    ):
         made = kernel_intervals(plan, "meta", Heads(*heads, 16, torch.bfloat16))
     assert len(made) == (4 if exchange == "ring" else 1)
-    wanted = {"query_heads": share, "kv_heads": 1, "size": 16, "dtype": torch.bfloat16}
+    wanted = {"query_heads": query // groups, "kv_heads": kv // groups, "size": 16, "dtype": torch.bfloat16}
     assert prepared.call_args_list == [mock.call(intervals, **wanted) for intervals in made]
     tables = attention_tables(plan, 1, intervals=made)
+    if "gather" in exchange:  # the exchange asks the same question
+        with mock.patch.object(gather, "best_head_groups", return_value=groups) as later:
+            gather.head_groups(getattr(tables.exchange, "gather", tables.exchange), query, kv, 16, torch.bfloat16)
+        assert ahead.call_args_list == later.call_args_list
     assert made[0] in vars(getattr(tables.exchange, "gather", tables.exchange)).values() or exchange == "ring"
 
 

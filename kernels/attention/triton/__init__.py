@@ -14,6 +14,9 @@ from cp_engine.kernels.shared import packages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_SIZES = (16, 256)
+# Where backward keeps p and ds (`stored_pass`): head sizes, and compute capabilities of cards it was built for.
+STORED_SIZES = (129, 256)
+STORED_CARDS = (9,)
 
 
 def why_not(q: torch.Tensor) -> str | None:
@@ -27,6 +30,14 @@ def why_not(q: torch.Tensor) -> str | None:
     if not HEAD_SIZES[0] <= q.shape[2] <= HEAD_SIZES[1]:
         return f"needs a head size from {HEAD_SIZES[0]} to {HEAD_SIZES[1]}; got {q.shape[2]}. Use reference"
     return None
+
+
+def stores(q: torch.Tensor) -> bool:
+    """Whether the backward of rows like q keeps p and ds between its kernels: five products in the place of eight."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    sizes = STORED_SIZES[0] <= q.shape[2] <= STORED_SIZES[1]
+    return sizes and torch.cuda.get_device_capability(q.device)[0] in STORED_CARDS
 
 
 def forward(
@@ -53,10 +64,11 @@ def backward(
     accumulate_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
-    from cp_engine.kernels.attention.triton.backward_pass import backward as run
+    from cp_engine.kernels.attention.triton import backward_pass, stored_pass
     from cp_engine.kernels.attention.triton.primitives import adjoining
 
     _check(q, scale)
+    run = (stored_pass if stores(q) else backward_pass).backward
     q, k, v, out, dout = (adjoining(x) for x in (q, k, v, out, dout))
     return run(q, k, v, out, lse.contiguous(), dout, intervals, scale, accumulate_q, accumulate_kv)
 
@@ -65,8 +77,12 @@ def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> 
     """See `cp_engine.kernels.attention.api.prepare`."""
     from cp_engine.kernels.attention.triton.backward_pass import key_tiles
     from cp_engine.kernels.attention.triton.primitives import packed_heads, row_tiles
+    from cp_engine.kernels.attention.triton.stored_pass import blocks_of
     from cp_engine.kernels.attention.triton.tiles import tile_list
 
+    if step == "backward" and stores(q):
+        blocks_of(q, kv_heads, intervals, on_device=False)
+        return
     pack = packed_heads(q.shape[1] // kv_heads)
     row_tiles("forward" if step == "forward" else "dq", q, pack, intervals, tile_list)
     if step == "backward":

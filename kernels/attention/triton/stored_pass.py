@@ -1,10 +1,10 @@
-"""Backward in five products: p and ds are computed once, kept in a workspace, and read by the kernels that need them.
+"""Backward in five products: p and ds are computed once, kept in a workspace, and read by the kernel of dk and dv.
 
-With p, ds, lse2 and delta as in `backward_pass`: a first kernel owns query rows, stores p and ds of its blocks in the
-dtype of q (they are rounded to it for their products anyway) and computes dq = scale * ds k on the way, or leaves that
-to a kernel of its own. A second one owns key rows: dk = scale * ds^T q and dv = p^T dout are plain products over the
-stored blocks of a key tile. Blocks are worked off in waves that fit into the workspace; dk and dv of a wave are added
-to those before it, in float32 and in the waves' order: no atomics.
+With p, ds, lse2 and delta as in `backward_pass`: a first kernel owns query rows, computes dq = scale * ds k, and stores
+p and ds of its blocks in the dtype of q (they are rounded to it for their products anyway). A second one owns key rows:
+dk = scale * ds^T q and dv = p^T dout are plain products over the stored blocks of a key tile. Blocks are worked off in
+waves that fit into the workspace; dk and dv of a wave are added to those before it, in float32 and in the waves' order:
+no atomics. `backward_pass` computes p and ds three times in its place, eight products.
 
 Shapes: Nq query rows, Nk key rows, QH query heads, KH kv heads, D head size, DP padded to a power of two, P packs of
 query heads, S blocks of the largest wave. Workspace: [2, P, S, ROWS, BLOCK], p before ds.
@@ -30,50 +30,35 @@ from cp_engine.kernels.attention.triton.primitives import (
 )
 from cp_engine.kernels.shared.triton import LOG2_E, padded, precision, tl, triton
 
+WORKSPACE = 3 << 30  # bytes of stored p and ds; one tile of query rows may need more
+
 
 @dataclass(frozen=True)
 class Stored:
-    """Tile sizes and launch options of the kernels."""
+    """Tile sizes and launch options of both kernels; measured on an H200 at head size 256, see docs/log.md."""
 
-    scores: Sizes = Sizes(128, 64, 8, 2)  # rows of a block; keys of a step
-    block: int = 128  # keys of a block
-    product: Sizes = Sizes(64, 64, 8, 4)  # rows a step of dk's and dv's kernel; keys a step of dq's
-    dq_apart: bool = True  # dq by a kernel of its own
-    # q in registers leaves shared memory to steps of 64 keys, and matrix units do not wait for its reads.
-    held: bool = True
-    store_by_copy: bool = True  # blocks are stored by bulk copies where blocks are loaded so
-    workspace: int = 5 << 30  # bytes of stored p and ds, unless one tile of query rows needs more
+    scores: Sizes = Sizes(128, 32, 8, 4)  # rows of a block; keys of a step
+    product: Sizes = Sizes(64, 128, 8, 4)  # rows of a step; keys of a block
+    workspace: int = WORKSPACE
 
 
-@triton.jit
-def _load_block(stored, row, column, rows, cols, BLOCK: tl.constexpr, DESCRIBED: tl.constexpr):
-    """[len(rows), len(cols)] of the workspace from a row and a column on."""
-    if DESCRIBED:
-        tile = stored.load([row, column])
-    else:
-        tile = tl.load(stored + tl.cast(row, tl.int64) * BLOCK + column + rows[:, None] * BLOCK + cols[None, :])
-    return tile
-
-
-@triton.jit
-def _store_block(stored, tile, row, column, rows, cols, BLOCK: tl.constexpr, DESCRIBED: tl.constexpr):
-    if DESCRIBED:
-        stored.store([row, column], tile)
-    else:
-        tl.store(stored + tl.cast(row, tl.int64) * BLOCK + column + rows[:, None] * BLOCK + cols[None, :], tile)
+IN_USE = Stored()
 
 
 @triton.jit
 def _in_registers(tile, STEP: tl.constexpr):
-    """``tile`` as a product's result: in registers, laid out as a left operand of later products. Adds exact zeros."""
+    """``tile`` as a product's result: in registers, laid out as a left operand of later products. Adds exact zeros.
+
+    q so leaves shared memory to the walked tiles, and matrix units do not wait for its reads.
+    """
     nothing = tl.zeros([tile.shape[0], STEP], tile.dtype)
     return tl.dot(nothing, tl.zeros([STEP, tile.shape[1]], tile.dtype), tile.to(tl.float32)).to(tile.dtype)
 
 
 @triton.jit
 def _scores_step(
-    acc, stored, queries, grads, keys, values, lse2, delta, seen, scale_log2, p_row, ds_row, column, rows, cols,
-    BORDER: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, DQ: tl.constexpr,
+    acc, stored, queries, grads, keys, values, lse2, delta, seen, scale_log2, p_row, ds_row, column,
+    BORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store p and ds of a step, [ROWS, KEYS], in the dtype of the inputs; add ds k to ``acc``."""
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
@@ -82,11 +67,10 @@ def _scores_step(
     if BORDER:
         weights = tl.where(seen, weights, 0.0)
     ds = (weights * (dp - delta[:, None])).to(keys.dtype)
-    if DQ:
-        acc = tl.dot(ds, keys, acc, input_precision=PRECISION)
+    acc = tl.dot(ds, keys, acc, input_precision=PRECISION)
     # After the product, for which nothing waits before the next step: its matrix units work while blocks are stored.
-    _store_block(stored, weights.to(keys.dtype), p_row, column, rows, cols, BLOCK, COPIED)
-    _store_block(stored, ds, ds_row, column, rows, cols, BLOCK, COPIED)
+    stored.store([p_row, column], weights.to(keys.dtype))
+    stored.store([ds_row, column], ds)
     return acc
 
 
@@ -96,8 +80,7 @@ def _scores_kernel(
     key_rows, scale, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
-    DESCRIBED: tl.constexpr, COPIED: tl.constexpr, DQ: tl.constexpr,
-    HELD: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next. A block is walked in steps of KEYS keys."""
@@ -111,14 +94,13 @@ def _scores_kernel(
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
     queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
+    queries = _in_registers(queries, 16)
     grads = load_packed(dout, start, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, False)
-    if HELD:
-        queries = _in_registers(queries, 16)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
     statistic = (tl.cast(pack, tl.int64) * query_rows + start) * PACK + row
     row_lse2 = tl.load(lse2 + statistic, mask=live, other=0.0)
     row_delta = tl.load(delta + statistic, mask=live, other=0.0)
-    acc = tl.zeros([ROWS, DP], tl.float32) if DQ else 0.0
+    acc = tl.zeros([ROWS, DP], tl.float32)
     place = tl.load(places + slot)
     p_row = (pack * slots + slot - first_slot) * ROWS
     ds_row = p_row + PACKS * slots * ROWS
@@ -130,7 +112,7 @@ def _scores_kernel(
         block = step // PARTS * ROWS
         acc = _scores_step(
             acc, stored, queries, grads, keys, values, row_lse2, row_delta, True, scale_log2, p_row + block,
-            ds_row + block, passed, row, key, False, PRECISION, BLOCK, COPIED, DQ,
+            ds_row + block, passed, False, PRECISION,
         )  # fmt: skip
         # The next block's place is read a step before it is used.
         place = tl.load(places + slot + (step + 1) // PARTS)
@@ -143,41 +125,10 @@ def _scores_kernel(
         block = step // PARTS * ROWS
         acc = _scores_step(
             acc, stored, queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2, p_row + block,
-            ds_row + block, passed, row, key, True, PRECISION, BLOCK, COPIED, DQ,
+            ds_row + block, passed, True, PRECISION,
         )  # fmt: skip
         place = tl.load(places + slot + (step + 1) // PARTS)
 
-    if DQ:
-        result = packed_at(dq, start, head, row, col, PACK, QH * D, D)
-        tl.store(result, (acc * scale).to(dq.dtype.element_ty), mask=live[:, None] & (col < D)[None, :])
-
-
-@triton.jit(do_not_specialize=["first_entry", "first_slot", "slots", "query_rows", "key_rows"])
-def _dq_product_kernel(
-    stored, k, dq, entries, places, first_entry, first_slot, slots, query_rows, key_rows, scale,
-    QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
-    DESCRIBED: tl.constexpr, COPIED: tl.constexpr, K_ROW: tl.constexpr,
-):  # fmt: skip
-    """dq of a tile of query rows from its stored ds."""
-    PACKS: tl.constexpr = QH // PACK
-    PARTS: tl.constexpr = BLOCK // KEYS
-    pack = tl.program_id(0) % PACKS
-    entry = entries + (first_entry + tl.program_id(0) // PACKS) * ENTRY
-    start, slot, blocks = tl.load(entry) * TOKENS, tl.load(entry + 1), tl.load(entry + 3)
-    head = pack * PACK
-    kv_head = head // (QH // KH)
-    row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    ds_row = ((PACKS + pack) * slots + slot - first_slot) * ROWS
-    acc = tl.zeros([ROWS, DP], tl.float32)
-    place = tl.load(places + slot)
-    for step in range(0, blocks * PARTS):
-        passed = (step % PARTS) * KEYS
-        ds = _load_block(stored, ds_row + step // PARTS * ROWS, passed, row, key, BLOCK, COPIED)
-        keys = load_keys(k, place + passed, kv_head, key, col, key_rows, K_ROW, D, DP, False, DESCRIBED)
-        acc = tl.dot(ds, keys, acc, input_precision=PRECISION)
-        place = tl.load(places + slot + (step + 1) // PARTS)
-    live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
     result = packed_at(dq, start, head, row, col, PACK, QH * D, D)
     tl.store(result, (acc * scale).to(dq.dtype.element_ty), mask=live[:, None] & (col < D)[None, :])
 
@@ -186,17 +137,17 @@ def _dq_product_kernel(
 def _key_product(
     acc, stored, source, items, first, count, base, slots, kv_head, query_rows, PACKS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, COPIED: tl.constexpr, STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Add to ``acc`` [BLOCK, DP], over a key tile's items: a stored block, transposed, times the rows of ``source``."""
     PARTS: tl.constexpr = ROWS // STEP
-    row, col, key = tl.arange(0, STEP), tl.arange(0, DP), tl.arange(0, BLOCK)
+    row, col = tl.arange(0, STEP), tl.arange(0, DP)
     for pack in range(kv_head * PACKS, (kv_head + 1) * PACKS):
         item = items + tl.cast(first, tl.int64) * 2
         number, token = tl.load(item), tl.load(item + 1)
         for step in range(0, count * PARTS):
             passed = (step % PARTS) * STEP
-            block = _load_block(stored, base + (pack * slots + number) * ROWS + passed, 0, row, key, BLOCK, COPIED)
+            block = stored.load([base + (pack * slots + number) * ROWS + passed, 0])
             if DESCRIBED:
                 at = token + passed // PACK
                 rows = load_packed(
@@ -218,7 +169,7 @@ def _key_products_kernel(
     stored, q, dout, dk, dv, entries, items, first_entry, slots, query_rows, key_rows,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
-    DESCRIBED: tl.constexpr, COPIED: tl.constexpr, Q_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
+    DESCRIBED: tl.constexpr, Q_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
     """Add a wave's part of dv (even programs) or dk (odd ones) of a key tile to what is there, dk unscaled."""
     PACKS: tl.constexpr = QH // KH // PACK
@@ -232,14 +183,14 @@ def _key_products_kernel(
         # What earlier waves left is read first: after the products there are no registers for it.
         acc = _key_product(
             tl.load(dv + at, mask=mask, other=0.0), stored, dout, items, first, count, 0, slots, kv_head,
-            query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP, BLOCK, PRECISION, DESCRIBED, COPIED, DOUT_ROW,
+            query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP, PRECISION, DESCRIBED, DOUT_ROW,
         )  # fmt: skip
         tl.store(dv + at, acc, mask=mask)
     else:
         base = QH // PACK * slots * ROWS
         acc = _key_product(
             tl.load(dk + at, mask=mask, other=0.0), stored, q, items, first, count, base, slots, kv_head,
-            query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP, BLOCK, PRECISION, DESCRIBED, COPIED, Q_ROW,
+            query_rows, PACKS, D, DP, PACK, TOKENS, ROWS, STEP, PRECISION, DESCRIBED, Q_ROW,
         )  # fmt: skip
         tl.store(dk + at, acc, mask=mask)
 
@@ -255,77 +206,66 @@ def backward(
     scale: float,
     accumulate_q: bool,
     accumulate_kv: bool,
-    how: Stored,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`; arguments are as `primitives.adjoining` says."""
     # dk and dv of several waves are summed in float32.
     dq, dk, dv = empty_gradients(q, k, v, accumulate_q, True)
     dk.zero_()
     dv.zero_()
-    if dq.numel() and k.numel():
-        _fill(q, k, v, dout, *statistics(q, k, out, lse, dout), dq, dk, dv, intervals, scale, how)
+    if dq.numel() and intervals.key_end:
+        _fill(q, k, v, dout, *statistics(q, k, out, lse, dout), dq, dk, dv, intervals, scale)
     else:
         dq.zero_()
     dk.mul_(scale)
     return (dq, dk, dv) if accumulate_kv else (dq, dk.to(k.dtype), dv.to(v.dtype))
 
 
-def blocks_of(q: torch.Tensor, kv_heads: int, intervals: Intervals, how: Stored, on_device: bool = True) -> Blocks:
-    """The blocks of a call, made at the first one."""
+def blocks_of(q: torch.Tensor, kv_heads: int, intervals: Intervals, on_device: bool = True) -> Blocks:
+    """The blocks of a call, made at the first one; ``on_device``: where calls read them, else on the host."""
     pack = packed_heads(q.shape[1] // kv_heads)
-    packs = q.shape[1] // pack
-    most = how.workspace // (2 * packs * how.scores.rows * how.block * q.element_size())
-    at_once = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+    packs, tokens, keys = q.shape[1] // pack, IN_USE.scores.rows // pack, IN_USE.product.keys
+    most = IN_USE.workspace // (2 * packs * IN_USE.scores.rows * keys * q.dtype.itemsize)
+    at_once = torch.cuda.get_device_properties(q.device).multi_processor_count if q.device.type == "cuda" else 1
     multiple = max(at_once // packs, 1)
-    tokens = how.scores.rows // pack
-    name = f"triton blocks {tokens} {how.block} {most} {multiple}"
+    name = f"triton blocks {tokens} {keys} {most} {multiple}"
     take = intervals.on_device if on_device else intervals.prepared
-    return take(name, lambda made: build_blocks(made, tokens, how.block, max(most, 1), multiple))
+    return take(name, lambda made: build_blocks(made, tokens, keys, max(most, 1), multiple))
 
 
-def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: float, how: Stored) -> None:
+def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: float) -> None:
     """dq; dv, and dk before its scale, added to zeros."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     query_rows, query_heads, size = q.shape
     key_rows, kv_heads = k.shape[:2]
     pack = packed_heads(query_heads // kv_heads)
-    packs, rows = query_heads // pack, how.scores.rows
-    blocks = blocks_of(q, kv_heads, intervals, how)
-    workspace = torch.empty((2 * packs * blocks.most * rows, how.block), dtype=q.dtype, device=q.device)
-    flat_keys = [x.view(key_rows, kv_heads * size) for x in (k, v)]
-    (keys, values), keys_described = sources(flat_keys, [how.scores.keys, size])
-    (written,), written_described = sources([workspace], [rows, how.scores.keys])
-    shape = {"QH": query_heads, "KH": kv_heads, "D": size, "DP": padded(size), "PACK": pack, "TOKENS": rows // pack}
-    shape |= {"ROWS": rows, "BLOCK": how.block, "PRECISION": precision(q.dtype)}
-    strides = {"Q_ROW": q.stride(0), "DOUT_ROW": dout.stride(0)}
+    packs, sizes, block = query_heads // pack, IN_USE.scores, IN_USE.product.keys
+    blocks = blocks_of(q, kv_heads, intervals)
+    workspace = torch.empty((2 * packs * blocks.most * sizes.rows, block), dtype=q.dtype, device=q.device)
+    written = TensorDescriptor.from_tensor(workspace, [sizes.rows, sizes.keys])
+    read = TensorDescriptor.from_tensor(workspace, [IN_USE.product.rows, block])
+    (keys, values), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
+    shape = {"QH": query_heads, "KH": kv_heads, "D": size, "DP": padded(size), "PACK": pack}
+    shape |= {"TOKENS": sizes.rows // pack, "ROWS": sizes.rows, "BLOCK": block, "PRECISION": precision(q.dtype)}
+    shape |= {"Q_ROW": q.stride(0), "DOUT_ROW": dout.stride(0)}
     for wave in blocks.waves:
-        here = wave.row_entries[0], wave.first_slot, blocks.most, query_rows, key_rows
         _scores_kernel[(wave.row_entries[1] * packs,)](
-            q, keys, values, dout, lse2, delta, dq, written if how.store_by_copy else workspace, blocks.row_entries,
-            blocks.places, blocks.words, *here, scale, scale * LOG2_E, KEYS=how.scores.keys, ENTRY=ROW_ENTRY,
-            DESCRIBED=keys_described, COPIED=written_described and how.store_by_copy, DQ=not how.dq_apart,
-            HELD=how.held, K_ROW=k.stride(0), V_ROW=v.stride(0), num_warps=how.scores.warps,
-            num_stages=how.scores.stages, **shape, **strides,
+            q, keys, values, dout, lse2, delta, dq, written, blocks.row_entries, blocks.places, blocks.words,
+            wave.row_entries[0], wave.first_slot, blocks.most, query_rows, key_rows, scale, scale * LOG2_E,
+            KEYS=sizes.keys, ENTRY=ROW_ENTRY, DESCRIBED=described, K_ROW=k.stride(0), V_ROW=v.stride(0),
+            num_warps=sizes.warps, num_stages=sizes.stages, **shape,
         )  # fmt: skip
-        if how.dq_apart:
-            (read,), copied = sources([workspace], [rows, how.product.keys])
-            (keys_of_step,), described = sources(flat_keys[:1], [how.product.keys, size])
-            _dq_product_kernel[(wave.row_entries[1] * packs,)](
-                read, keys_of_step, dq, blocks.row_entries, blocks.places, *here, scale, KEYS=how.product.keys,
-                ENTRY=ROW_ENTRY, DESCRIBED=described, COPIED=copied, K_ROW=k.stride(0),
-                num_warps=how.product.warps, num_stages=how.product.stages, **shape,
-            )  # fmt: skip
-        _launch_key_products(q, dout, workspace, dk, dv, blocks, wave, intervals.key_end, how, shape | strides)
+        _launch_key_products(q, dout, read, dk, dv, blocks, wave, intervals.key_end, shape)
 
 
-def _launch_key_products(q, dout, workspace, dk, dv, blocks: Blocks, wave: Wave, key_end, how, shape) -> None:
-    step, pack = how.product.rows, shape["PACK"]
-    (read,), copied = sources([workspace], [step, how.block])
+def _launch_key_products(q, dout, stored, dk, dv, blocks: Blocks, wave: Wave, key_end: int, shape: dict) -> None:
+    sizes, pack = IN_USE.product, shape["PACK"]
     # A step's rows are whole tokens only where a tile has no rows to spare.
-    whole = step % pack == 0 and how.scores.rows % pack == 0
-    given, described = sources([q, dout], [step // pack, pack, q.shape[2]]) if whole else ([q, dout], False)
+    whole = sizes.rows % pack == 0 and shape["ROWS"] % pack == 0
+    given, described = sources([q, dout], [sizes.rows // pack, pack, q.shape[2]]) if whole else ([q, dout], False)
     if wave.key_entries[1]:
         _key_products_kernel[(wave.key_entries[1] * 2 * shape["KH"],)](
-            read, *given, dk, dv, blocks.key_entries, blocks.items, wave.key_entries[0], blocks.most, q.shape[0],
-            key_end, STEP=step, ENTRY=KEY_ENTRY, DESCRIBED=described, COPIED=copied,
-            num_warps=how.product.warps, num_stages=how.product.stages, **shape,
+            stored, *given, dk, dv, blocks.key_entries, blocks.items, wave.key_entries[0], blocks.most, q.shape[0],
+            key_end, STEP=sizes.rows, ENTRY=KEY_ENTRY, DESCRIBED=described,
+            num_warps=sizes.warps, num_stages=sizes.stages, **shape,
         )  # fmt: skip
