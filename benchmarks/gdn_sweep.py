@@ -25,17 +25,12 @@ from benchmarks.clock import laps_ms, release
 from benchmarks.gdn_check import BOUNDS, check, floor_of
 from benchmarks.gdn_rivals import METHODS
 from benchmarks.gdn_stages import stage_table
-from benchmarks.gdn_tuning import SWEEP, keep_option, restore_sizes, set_sizes, sizes_of
+from benchmarks.gdn_tuning import SWEEP, keep_option, set_sizes, sizes_of
 from benchmarks.gdn_workloads import NAMES, Problem
 from cp_engine.kernels.gdn.triton.primitives import Sizes
 
 # Stages that a family of launch options changes, and the direction in which they are timed.
-STAGES_OF = {
-    "states": (("fwd", "states"), ("bwd", "states"), ("bwd", "adjoint")),
-    "dqkwg": (("bwd", "dqkwg"),),
-    "solve_backward": (("bwd", "solve_backward"),),
-    "output": (("fwd", "output"),),
-}
+STAGES_OF = {"output": (("fwd", "output"),)}
 IN_USE = "in use"
 REPEATS = 3
 CHECKED_TOKENS = 100_000  # float64 on larger workloads takes longer than the sweep
@@ -107,14 +102,11 @@ def in_effect(options: dict[str, Sizes]) -> Iterator[None]:
         yield
     finally:
         for family, sizes in kept.items():
-            restore_sizes(family, sizes)
+            set_sizes(family, sizes)
 
 
 def method_of(family: str, sizes: Sizes) -> str:
-    variant = {"solve_backward": ", from w and u"}.get(family, ", tiles") if sizes.tiles else ""
-    variant += f", {sizes.chunks} chunks a program" if sizes.chunks > 1 else ""
-    columns = "" if family == "solve_backward" else f", {sizes.columns} columns"
-    return f"{family}{columns}, {sizes.warps} warps, {sizes.stages} stages{variant}"
+    return f"{family}, {sizes.columns} columns, {sizes.warps} warps, {sizes.stages} stages"
 
 
 def sweep(

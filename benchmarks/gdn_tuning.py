@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -28,20 +29,8 @@ from cp_engine.sharding.layout import contiguous_layout
 
 AUTOTUNE = "all options, 5 + 20 ms each"  # as it stands in the records
 SHARES = 9  # most options of one of fla's kernels
-# Columns, warps, stages, and whether whole tiles are fetched by the copy unit (of solve_backward: whether its products
-# are formed from w and u). Both directions of the state pass share their options.
-SWEEP = {
-    "dqkwg": [
-        *(Sizes(64, 8, 2, True, chunks) for chunks in (1, 4, 8, 16)),
-        Sizes(64, 16, 2, True),
-    ],
-    "solve_backward": [Sizes(128, 8, 2, True)],
-    "states": [
-        *(Sizes(*option) for option in ((32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 8, 2))),
-        *(Sizes(*option, True) for option in ((32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 8, 2), (64, 8, 3))),
-    ],
-    "output": [Sizes(128, 4, 2), Sizes(64, 4, 3), Sizes(128, 8, 2)],
-}
+# Columns, warps, stages. What earlier sweeps have decided is no option any more (docs/log.md).
+SWEEP = {"output": [Sizes(128, 4, 2), Sizes(64, 4, 3), Sizes(128, 8, 2)]}
 SWEEP_SHARES = 1 + max(len(options) for options in SWEEP.values())  # the first holds the options in use
 # Tokens of the segments of a tree on which all kernels run: three levels, so that the middle one has a state before
 # and after it.
@@ -79,47 +68,21 @@ def keep_option(share: int) -> None:
         tuner.configs = [tuner.configs[share % len(tuner.configs)]]
 
 
+def _constants(kernel: str) -> tuple[ModuleType, str]:
+    """The module that holds the launch options of one of `SWEEP`, and their name."""
+    from cp_engine.kernels.gdn.triton import output
+
+    return {"output": (output, "OUTPUT")}[kernel]
+
+
 def set_sizes(kernel: str, sizes: Sizes) -> None:
-    """Launch options of one of `SWEEP`."""
-    from cp_engine.kernels.gdn.triton import launch, output
-
-    if kernel == "states":
-        launch.STATE, launch.WIDE_STATE, launch.ALONE = sizes, sizes, sizes.stages
-    elif kernel == "output":
-        output.OUTPUT = sizes
-    elif kernel == "dqkwg":
-        module = _constants(kernel)[0]
-        module.BLOCK_KEYS = module.BLOCK_VALUES = sizes.columns
-        module.WARPS, module.STAGES = sizes.warps, sizes.stages
-        module.TILES, module.CHUNKS = sizes.tiles, sizes.chunks
-    else:
-        module = _constants(kernel)[0]
-        module.WARPS, module.STAGES, module.FROM_SOLUTIONS = sizes.warps, sizes.stages, sizes.tiles
+    module, name = _constants(kernel)
+    setattr(module, name, sizes)
 
 
-def _constants(kernel: str) -> tuple[object, tuple[str, ...]]:
-    """The module that holds a kernel's launch options, and their names."""
-    from cp_engine.kernels.gdn.triton import dqkwg, launch, output, solve_backward
-
-    of = {
-        "states": (launch, ("STATE", "WIDE_STATE", "ALONE")),
-        "output": (output, ("OUTPUT",)),
-        "dqkwg": (dqkwg, ("BLOCK_KEYS", "BLOCK_VALUES", "WARPS", "STAGES", "TILES", "CHUNKS")),
-        "solve_backward": (solve_backward, ("WARPS", "STAGES", "FROM_SOLUTIONS")),
-    }
-    return of[kernel]
-
-
-def sizes_of(kernel: str) -> tuple:
-    """What `set_sizes` changes, for `restore_sizes`."""
-    module, names = _constants(kernel)
-    return tuple(getattr(module, name) for name in names)
-
-
-def restore_sizes(kernel: str, kept: tuple) -> None:
-    module, names = _constants(kernel)
-    for name, value in zip(names, kept, strict=True):
-        setattr(module, name, value)
+def sizes_of(kernel: str) -> Sizes:
+    module, name = _constants(kernel)
+    return getattr(module, name)
 
 
 # Shares of each kind of work.
@@ -200,7 +163,7 @@ def compile_sweep(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> No
         except Exception as error:  # noqa: BLE001
             failed.append(error)
         finally:
-            restore_sizes(kernel, kept)
+            set_sizes(kernel, kept)
     if failed:
         raise failed[0]
 

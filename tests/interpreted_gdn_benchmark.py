@@ -26,7 +26,7 @@ from benchmarks import (
 from benchmarks.gdn_stages import STAGES
 from benchmarks.gdn_workloads import NAMES, Problem
 from cp_engine.kernels import gates
-from cp_engine.kernels.gdn.triton import backward_pass, forward_pass, launch, output, packing
+from cp_engine.kernels.gdn.triton import launch, output, packing
 from cp_engine.kernels.gdn.triton.primitives import Sizes
 from cp_engine.layers import gdn as layer
 from cp_engine.layers.gdn import GdnHeads
@@ -183,22 +183,17 @@ def test_gradients_outside_the_sample_are_seen(monkeypatch):
     assert not found["right"] and max(found["max_err"], found["segment_err"]) <= FLOAT32
 
 
-OF_TOY = {
-    "states": [Sizes(16, 4, 1), Sizes(16, 4, 1, True)],
-    "dqkwg": [Sizes(16, 4, 1, True), Sizes(16, 4, 1, True, 2)],
-    "solve_backward": [Sizes(16, 4, 1, True)],
-}
+OF_TOY = {"output": [Sizes(16, 4, 1), Sizes(16, 8, 1)]}
 
 
 def test_sweep_checks_every_option_and_restores_ours(monkeypatch, capsys):
     problem = small(forest_of_segments(FORK))
     before = [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP]
-    for module in (forward_pass, backward_pass):  # float32 has sizes of its own
-        monkeypatch.setattr(module, "state_sizes", lambda *_, **_options: launch.STATE)
-    kept = []
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, "STATE", Sizes(16, 8, 1))
-        records = gdn_sweep.sweep({"toy": lambda: problem}, OF_TOY, keep=kept.append)
+    kept, taken = [], []
+    run_output = output.run_output
+    monkeypatch.setattr(output, "run_output", lambda *rows: (taken.append(output.OUTPUT), run_output(*rows)))
+    records = gdn_sweep.sweep({"toy": lambda: problem}, OF_TOY, keep=kept.append)
+    assert set(OF_TOY["output"]) < set(taken)
     assert [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP] == before
     assert kept == records and [r["kernel"] for r in records][0] == gdn_sweep.IN_USE
     assert [r["kernel"] for r in records][-1] == "all"
@@ -207,31 +202,21 @@ def test_sweep_checks_every_option_and_restores_ours(monkeypatch, capsys):
     assert [r["method"] for r in of_options] == [gdn_sweep.method_of(*option) for option in every]
     for r in records:
         assert r["right"] and r["ms"] > 0 and r["max_apart"] <= FLOAT32, r
-    assert set(of_options[0]["stage_ms"]) == {"fwd states", "bwd states", "bwd adjoint"}
+    assert set(of_options[0]["stage_ms"]) == {"fwd output"}
     printed = capsys.readouterr().out
     assert "best together, against float64: right True" in printed
 
 
 def test_sweep_goes_on_after_an_option_that_fails(monkeypatch, capsys):
     problem = small(forest_of_segments(FORK))
-    original = gdn_tuning.set_sizes
+    run_output = output.run_output
 
-    def set_sizes(kernel, sizes):
-        original(kernel, sizes)
-        if sizes.warps == 99:
-            monkeypatch.setattr(output, "run_output", refuses)
+    def refuses(*rows):
+        if output.OUTPUT.warps == 99:
+            raise RuntimeError("out of resources: shared memory")
+        run_output(*rows)
 
-    def refuses(*_):
-        raise RuntimeError("out of resources: shared memory")
-
-    right = output.run_output
-    monkeypatch.setattr(gdn_sweep, "set_sizes", set_sizes)
-    restored = gdn_sweep.restore_sizes
-    monkeypatch.setattr(
-        gdn_sweep,
-        "restore_sizes",
-        lambda *kept: (restored(*kept), monkeypatch.setattr(output, "run_output", right)),
-    )
+    monkeypatch.setattr(output, "run_output", refuses)
     records = gdn_sweep.sweep({"toy": lambda: problem}, {"output": [Sizes(16, 99, 1), Sizes(16, 4, 1)]})
     assert [r["kernel"] for r in records] == [gdn_sweep.IN_USE, "output", "all"]
     assert "toy output, 16 columns, 99 warps, 1 stages: RuntimeError: out of resources" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 
 class Compiled(NamedTuple):
     ptx: str
+    ttgir: str
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
     shared: int  # bytes of a program
@@ -22,7 +23,9 @@ def is_tuned_compiler() -> bool:
     return pytest.importorskip("triton").__version__.startswith("3.6.")
 
 
-def compile_for_hopper(kernel, constants: dict, types: dict[str, str], warps: int, stages: int = 3) -> Compiled:
+def compile_for_hopper(
+    kernel, constants: dict, types: dict[str, str], warps: int, stages: int = 3, **options: int
+) -> Compiled:
     """A kernel for sm_90; skips the test where Triton, or its tool that counts registers, is missing.
 
     Args:
@@ -43,7 +46,7 @@ def compile_for_hopper(kernel, constants: dict, types: dict[str, str], warps: in
     made = triton.compile(
         ASTSource(kernel, signature, places, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "num_stages": stages},
+        options={"num_warps": warps, "num_stages": stages} | options,
     )
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.is_file():
@@ -51,4 +54,4 @@ def compile_for_hopper(kernel, constants: dict, types: dict[str, str], warps: in
     binary = Path(made.metadata_group[next(name for name in made.metadata_group if name.endswith(".cubin"))])
     usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return Compiled(made.asm["ptx"], int(registers), int(stack), made.metadata.shared)
+    return Compiled(made.asm["ptx"], made.asm["ttgir"], int(registers), int(stack), made.metadata.shared)

@@ -14,14 +14,7 @@ import torch
 
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.launch import state_sizes
-from cp_engine.kernels.gdn.triton.primitives import (
-    load_columns,
-    load_each,
-    load_rows,
-    tile_rows,
-    tile_states,
-    tiles_fit,
-)
+from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
@@ -29,11 +22,11 @@ SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
 
 @triton.jit(do_not_specialize=["first_chain", "first_below"])
 def _adjoint_kernel(
-    q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v, full_dnew_v, chunks, chains,
-    reader_ptr, reader, first_chain, first_below, scale,
+    q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v, chunks, chains, reader_ptr, reader,
+    first_chain, first_below, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr, TILES: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
+    C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     chain = chains + (first_chain + tl.program_id(0)) * CHAIN_COLUMNS
     head = tl.program_id(1)
@@ -66,57 +59,36 @@ def _adjoint_kernel(
         tokens = tl.load(chunks + top * CHUNK_COLUMNS + 1)
         state_row = tl.load(chunks + top * CHUNK_COLUMNS + 6)
         last = tl.load(ends + top * H + head)
-        if not TILES:
-            local = load_rows(dv_local, start, row, head, column, row < tokens, H, V)
+        local = load_rows(dv_local, start, row, head, column, row < tokens, H, V)
         for i in range(0, run):
             ahead = top - tl.minimum(i + 1, run - 1)
             next_start = tl.cast(tl.load(chunks + ahead * CHUNK_COLUMNS), tl.int64)
             next_tokens = tl.load(chunks + ahead * CHUNK_COLUMNS + 1)
             next_row = tl.load(chunks + ahead * CHUNK_COLUMNS + 6)
             next_last = tl.load(ends + ahead * H + head)
-            live, line = row < tokens, tl.cast(start, tl.int32)
+            live = row < tokens
             total = load_each(decay, start, row, head, live, H)
-            if TILES:
-                # Rows beyond the chunk's are those of another one here.
-                keys = k.load([line, key_head * K])
-                local = dv_local.load([line, head * V + tl.program_id(2) * BV])
-                read = dout.load([line, head * V + tl.program_id(2) * BV])
-                queries = tl.trans(q.load([line, key_head * K]))
-                erased = tl.trans(w.load([line, head * K]))
-            else:
-                # The state that leaves a leaf has no gradient: its keys stay where they are.
-                goes_on = live & (row * 0 + state_row >= 0)
-                keys = load_rows(k, start, row, key_head, inner, goes_on, HK, K)
-                read = load_rows(dout, start, row, head, column, live, H, V)
-                queries = load_columns(q, start, row, key_head, inner, live, HK, K)
-                erased = load_columns(w, start, row, head, inner, live, H, K)
+            # The state that leaves a leaf has no gradient: its keys stay where they are.
+            goes_on = live & (row * 0 + state_row >= 0)
+            keys = load_rows(k, start, row, key_head, inner, goes_on, HK, K)
+            read = load_rows(dout, start, row, head, column, live, H, V)
+            queries = load_columns(q, start, row, key_head, inner, live, HK, K)
+            erased = load_columns(w, start, row, head, inner, live, H, K)
             if KEEP:
-                if TILES:
-                    # Of a chunk without a row it lies outside: nothing is written.
-                    drows.store([(state_row * H + head) * K, tl.program_id(2) * BV], dstate.to(drows.dtype))
-                else:
-                    kept = live_state & (column * 0 + state_row >= 0)[None, :]
-                    at_row = drows + tl.cast(state_row, tl.int64) * (H * K * V) + inside
-                    tl.store(at_row, dstate.to(drows.dtype.element_ty), mask=kept)
+                kept = live_state & (column * 0 + state_row >= 0)[None, :]
+                at_row = drows + tl.cast(state_row, tl.int64) * (H * K * V) + inside
+                tl.store(at_row, dstate.to(drows.dtype.element_ty), mask=kept)
             dvalue = tl.dot(keys, dstate.to(keys.dtype), input_precision=PRECISION)
             # In a chunk of several fragments the last token may have decayed less than others; dstate is zero there.
             dvalue *= tl.where(live, tl.exp2(tl.minimum(last - total, 0.0)), 0.0)[:, None]
             dvalue += local
-            if TILES:
-                dvalue = tl.where(live[:, None], dvalue, 0.0)
             if KEEP:
                 at = dnew_v + start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
-                if TILES and tokens == C:
-                    full_dnew_v.store([line, head * V + tl.program_id(2) * BV], dvalue.to(full_dnew_v.dtype))
-                else:
-                    tl.store(at, dvalue.to(dnew_v.dtype.element_ty), mask=live[:, None] & (column < V)[None, :])
+                tl.store(at, dvalue.to(dnew_v.dtype.element_ty), mask=live[:, None] & (column < V)[None, :])
             read *= (tl.exp2(total) * scale)[:, None]
-            if TILES:
-                read = tl.where(live[:, None], read, 0.0)
             dstate = tl.dot(queries, read.to(queries.dtype), dstate * tl.exp2(last), input_precision=PRECISION)
             dstate -= tl.dot(erased, dvalue.to(erased.dtype), input_precision=PRECISION)
-            if not TILES:
-                local = load_rows(dv_local, next_start, row, head, column, row < next_tokens, H, V)
+            local = load_rows(dv_local, next_start, row, head, column, row < next_tokens, H, V)
             start, tokens, state_row, last = next_start, next_tokens, next_row, next_last
     if STARTS:
         at = dstarts + tl.cast(tl.program_id(0), tl.int64) * (H * K * V) + inside
@@ -197,18 +169,11 @@ def _launch(
         sizes = state_sizes(value_dim, dv_local.dtype, (end - begin) * heads, alone=not keep)
         starts = level > 0 or not keep
         dstarts = dbelow.new_empty((end - begin if starts else 0, heads, key_dim, value_dim))
-        tiles = sizes.tiles and keep and tiles_fit(key_dim, value_dim, k)
-        sources, local, sink, full = (q, k, w, dout), dv_local, drows, None
-        if tiles:
-            of_keys, of_values = (chunk_size, key_dim), (chunk_size, sizes.columns)
-            sources = (*(tile_rows(x, *of_keys) for x in (q, k, w)), tile_rows(dout, *of_values))
-            local, full = tile_rows(dv_local, *of_values), tile_rows(dnew_v, *of_values)
-            sink = tile_states(drows, key_dim, sizes.columns)
         _adjoint_kernel[(end - begin, heads, triton.cdiv(value_dim, sizes.columns))](
-            *sources, decay, ends, local, dexit, dbelow, dstarts, sink, dnew_v, full,
+            q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v,
             walk.chunks, walk.chains, walk.reader_ptr, walk.reader, begin, end, key_dim**-0.5,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
-            KEEP=keep, STARTS=starts, EXITS=dexit is not None and len(dexit) > 0, TILES=tiles,
+            KEEP=keep, STARTS=starts, EXITS=dexit is not None and len(dexit) > 0,
             PRECISION=precision(dv_local.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
             num_warps=sizes.warps, num_stages=sizes.stages,

@@ -1,5 +1,7 @@
 """Gradients of q, k, w and of the decays through the output and the state pass, chunk by chunk.
 
+Two kernels: `dqkwg_tiles` where tensor descriptors can stand for the rows, and the one here for everything else.
+
 With G the cumulative log2 decay inside a chunk, D_ij = 2^(G_i - G_j) for j <= i, s = K^-1/2, H the state entering the
 chunk and dH+ the gradient of the one leaving it::
 
@@ -21,29 +23,18 @@ from dataclasses import dataclass
 import torch
 
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
-from cp_engine.kernels.gdn.triton.dqkwg_tiles import dqkwg_tiles_kernel
-from cp_engine.kernels.gdn.triton.dqkwg_walk import dqkwg_walk_kernel
-from cp_engine.kernels.gdn.triton.primitives import (
-    decay_between,
-    load_columns,
-    load_each,
-    load_rows,
-    load_seen,
-    tile_rows,
-    tile_states,
-    tiles_fit,
-)
+from cp_engine.kernels.gdn.triton.dqkwg_tiles import dqkwg_tiles_kernel, tile_rows, tile_states, tiles_fit
+from cp_engine.kernels.gdn.triton.primitives import decay_between, load_columns, load_each, load_rows, load_seen
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 # One program adds up the value heads of a key head.
 BLOCK_KEYS = 64
-BLOCK_VALUES = 64
+BLOCK_VALUES = 64  # with tiles all values are one block
 WARPS = 8
 STAGES = 2
-TILES = False  # `dqkwg_tiles`, which takes no columns of values
-CHUNKS = 1  # of a program with tiles; above 1 `dqkwg_walk`
-# Programs that a multiprocessor's registers hold at once: another one hides the loads at the start and the end of each.
-PROGRAMS = 2
+# Of the kernel without tiles two programs share a multiprocessor's 65,536 registers: another one hides the loads at the
+# start and the end of each.
+REGISTERS = 65536 // (2 * 32 * WARPS)
 
 
 @triton.jit(do_not_specialize=["tokens_in_all"])
@@ -131,11 +122,6 @@ class Gradients:
         return cls(torch.empty_like(k), dk, k.new_empty((tokens, heads, key_dim)), dtotal)
 
 
-def registers() -> int:
-    """Registers of a thread, so that `PROGRAMS` fit."""
-    return min(255, 65536 // ((1 if TILES else PROGRAMS) * 32 * WARPS))
-
-
 def _block_keys(key_dim: int) -> int:
     return min(BLOCK_KEYS, padded(key_dim))
 
@@ -167,27 +153,17 @@ def dqkwg(
     key_heads, key_dim = k.shape[1:]
     common = {
         "HK": key_heads, "H": heads, "K": key_dim, "V": value_dim, "BK": _block_keys(key_dim), "C": chunk_size,
-        "PRECISION": precision(k.dtype), "CHUNK_COLUMNS": CHUNK_COLUMNS,
-        "num_warps": WARPS, "num_stages": STAGES, "maxnreg": registers(),
+        "PRECISION": precision(k.dtype), "CHUNK_COLUMNS": CHUNK_COLUMNS, "num_warps": WARPS, "num_stages": STAGES,
     }  # fmt: skip
-    if TILES and tiles_fit(key_dim, value_dim, k):
+    parts, results = len(out.dtotal), (out.dq, out.dk, out.dw, out.dtotal)
+    if tiles_fit(key_dim, value_dim, k):
         new_v, dout, dnew_v = (tile_rows(x, chunk_size, value_dim) for x in (new_v, dout, dnew_v))
         states, dstates = (tile_states(x, _block_keys(key_dim), value_dim) for x in (states, dstates))
-        arguments = (
-            new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
-            walk.chunks, walk.members, tokens,
-        )  # fmt: skip
-        programs = key_heads * len(out.dtotal)
-        if CHUNKS == 1:
-            dqkwg_tiles_kernel[(len(walk.members) * programs,)](q, k, *arguments, key_dim**-0.5, **common)
-            return
-        q, k = (tile_rows(x, chunk_size, _block_keys(key_dim)) for x in (q, k))
-        dqkwg_walk_kernel[(triton.cdiv(len(walk.members), CHUNKS) * programs,)](
-            q, k, *arguments, len(walk.members), key_dim**-0.5, CHUNKS=CHUNKS, **common
-        )
-        return
-    _dqkwg_kernel[(len(walk.members), key_heads, len(out.dtotal))](
-        q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, out.dq, out.dk, out.dw, out.dtotal,
-        walk.chunks, walk.members, tokens, key_dim**-0.5,
-        BV=min(BLOCK_VALUES, padded(value_dim)), **common,
+        kernel = dqkwg_tiles_kernel[(len(walk.members) * key_heads * parts,)]
+    else:
+        kernel = _dqkwg_kernel[(len(walk.members), key_heads, parts)]
+        common |= {"BV": min(BLOCK_VALUES, padded(value_dim)), "maxnreg": REGISTERS}
+    kernel(
+        q, k, new_v, decay, ancestors, states, dout, dstates, dnew_v, *results,
+        walk.chunks, walk.members, tokens, key_dim**-0.5, **common,
     )  # fmt: skip

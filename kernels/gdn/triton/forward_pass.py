@@ -17,23 +17,16 @@ import torch
 
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.launch import state_sizes
-from cp_engine.kernels.gdn.triton.primitives import (
-    load_columns,
-    load_each,
-    load_rows,
-    tile_rows,
-    tile_states,
-    tiles_fit,
-)
+from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 
 @triton.jit(do_not_specialize=["first_chain"])
 def _state_kernel(
-    k, w, u, decay, ends, states, rows, new_v, full_new_v, chunks, chains, first_chain,
+    k, w, u, decay, ends, states, rows, new_v, chunks, chains, first_chain,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
+    CHAIN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     chain = chains + (first_chain + tl.program_id(0)) * CHAIN_COLUMNS
     head = tl.program_id(1)
@@ -69,37 +62,20 @@ def _state_kernel(
         live = row < tokens
         value_at = start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
         live_value = live[:, None] & live_column[None, :]
-        if TILES:
-            # Rows beyond the chunk's are those of another one here.
-            line = tl.cast(start, tl.int32)
-            erased = w.load([line, head * K])
-            value = u.load([line, head * V + block * BV]).to(tl.float32)
-        else:
-            erased = load_rows(w, start, row, head, inner, live, H, K)
-            value = tl.load(u + value_at, mask=live[:, None] & has_value[None, :], other=0.0).to(tl.float32)
+        erased = load_rows(w, start, row, head, inner, live, H, K)
+        value = tl.load(u + value_at, mask=live[:, None] & has_value[None, :], other=0.0).to(tl.float32)
         value -= tl.dot(erased, state.to(erased.dtype), input_precision=PRECISION)
         total = load_each(decay, start, row, head, live, H)
         # In a chunk of several fragments the last token may have decayed less than others; nobody reads its state.
         left_value = tl.where(live[:, None], value * tl.exp2(tl.minimum(last - total, 0.0))[:, None], 0.0)
-        if TILES:
-            keys = tl.trans(k.load([line, head // (H // HK) * K]))
-        else:
-            # Nobody reads the state that leaves a leaf: its keys stay where they are.
-            goes_on = live & (row * 0 + state_row >= 0)
-            keys = load_columns(k, start, row, head // (H // HK), inner, goes_on, HK, K)
+        # Nobody reads the state that leaves a leaf: its keys stay where they are.
+        goes_on = live & (row * 0 + state_row >= 0)
+        keys = load_columns(k, start, row, head // (H // HK), inner, goes_on, HK, K)
         state = tl.dot(keys, left_value.to(keys.dtype), state * tl.exp2(last), input_precision=PRECISION)
         if KEEP:
-            if TILES:
-                if tokens == C:
-                    full_new_v.store([line, head * V + block * BV], value.to(full_new_v.dtype))
-                else:
-                    tl.store(new_v + value_at, value.to(new_v.dtype.element_ty), mask=live_value)
-                # Of a chunk without a row it lies outside: nothing is written.
-                rows.store([(state_row * H + head) * K, block * BV], state.to(rows.dtype))
-            else:
-                tl.store(new_v + value_at, value.to(new_v.dtype.element_ty), mask=live_value)
-                at = rows + (tl.cast(state_row, tl.int64) * H + head) * (K * V) + inner[:, None] * V + column[None, :]
-                tl.store(at, state.to(rows.dtype.element_ty), mask=live_state & (column * 0 + state_row >= 0)[None, :])
+            tl.store(new_v + value_at, value.to(new_v.dtype.element_ty), mask=live_value)
+            at = rows + (tl.cast(state_row, tl.int64) * H + head) * (K * V) + inner[:, None] * V + column[None, :]
+            tl.store(at, state.to(rows.dtype.element_ty), mask=live_state & (column * 0 + state_row >= 0)[None, :])
         if slot >= 0:
             left = states + (tl.cast(slot, tl.int64) * H + head) * (K * COLUMNS) + inside
             tl.store(left, state, mask=live_state)
@@ -178,16 +154,10 @@ def _launch(k, w, u, decay, ends, states, rows, new_v, walk: StatePass, chunk_si
     for begin, end in walk.levels:
         sizes = state_sizes(value_dim, u.dtype, (end - begin) * heads, alone)
         blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
-        tiles = sizes.tiles and columns == value_dim and rows is not None and tiles_fit(key_dim, value_dim, k)
-        sources, sink, full = (k, w, u), rows, None
-        if tiles:
-            of_keys, of_values = (chunk_size, key_dim), (chunk_size, sizes.columns)
-            sources = tile_rows(k, *of_keys), tile_rows(w, *of_keys), tile_rows(u, *of_values)
-            sink, full = tile_states(rows, key_dim, sizes.columns), tile_rows(new_v, *of_values)
         _state_kernel[(end - begin, heads, blocks)](
-            *sources, decay, ends, states, sink, new_v, full, walk.chunks, walk.chains, begin,
+            k, w, u, decay, ends, states, rows, new_v, walk.chunks, walk.chains, begin,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, COLUMNS=columns, KP=padded(key_dim), BV=sizes.columns,
-            C=chunk_size, KEEP=rows is not None, TILES=tiles, PRECISION=precision(u.dtype),
+            C=chunk_size, KEEP=rows is not None, PRECISION=precision(u.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip

@@ -32,7 +32,7 @@ def state_sizes(value_dim: int, dtype: torch.dtype, states: int, alone: bool) ->
     chosen = WIDE_STATE if states >= WIDE_FROM else STATE
     chosen = FLOAT32 if dtype == torch.float32 else chosen
     stages = ALONE if alone and chosen is STATE else chosen.stages
-    return Sizes(min(chosen.columns, padded(value_dim)), chosen.warps, stages, chosen.tiles)
+    return Sizes(min(chosen.columns, padded(value_dim)), chosen.warps, stages)
 
 
 @cache

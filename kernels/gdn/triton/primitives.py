@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_engine.kernels.shared.triton import padded, tl, triton
+from cp_engine.kernels.shared.triton import tl, triton
+
+HOPPER = 9
 
 
 @dataclass(frozen=True)
@@ -16,26 +18,11 @@ class Sizes:
     columns: int  # state columns of a program
     warps: int
     stages: int  # depth of the software pipeline
-    tiles: bool = False  # whole tiles by the copy unit of Hopper, where the head sizes allow it
-    chunks: int = 1  # that a program of dqkwg takes one after the other
 
 
-def tiles_fit(key_dim: int, value_dim: int, x: torch.Tensor) -> bool:
-    """Whether tensor descriptors can stand for the rows of such heads: tiles are whole heads, powers of two."""
-    whole = padded(key_dim) == key_dim and padded(value_dim) == value_dim
-    return whole and (x.device.type == "cpu" or torch.cuda.get_device_capability(x.device)[0] >= 9)
-
-
-def tile_rows(x: torch.Tensor, rows: int, columns: int):
-    """A tensor descriptor of x [n, ...] as [n, product of the others]; tiles of ``rows`` and ``columns``."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(x.view(len(x), -1), [rows, columns])
-
-
-def tile_states(x: torch.Tensor, rows: int, columns: int):
-    """A tensor descriptor of states [R, H, K, V] as [R H K, V]; row -1 of a state lies outside."""
-    return tile_rows(x.view(-1, x.shape[-1]), rows, columns)
+def on_hopper(device: torch.device) -> bool:
+    """Whether kernels get the launch options tuned for Hopper. The interpreter, on a CPU, runs those too."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 @triton.jit

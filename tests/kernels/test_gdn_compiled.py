@@ -1,0 +1,107 @@
+"""The kernels of the gated delta rule compiled for Hopper without one: what their binaries are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, dqkwg_tiles, forward_pass, inside, output, solve_backward
+from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS
+from cp_engine.kernels.gdn.triton.launch import ALONE, STATE, WIDE_STATE
+from cp_engine.kernels.gdn.triton.primitives import Sizes
+from tests.kernels.compiled import compile_for_hopper, is_tuned_compiler
+
+ARGUMENT_TYPES = (
+    dict.fromkeys(("g", "beta", "decay", "ends", "dexit", "dbelow", "dstarts", "dk_states", "dtotal", "dg"), "*fp32")
+    | {"products": "*fp32", "dbeta": "*fp32", "ancestors": "*i64"}
+    | dict.fromkeys(("chunks", "chains", "members", "reader_ptr", "reader"), "*i32")
+    | {"first_chain": "i32", "first_below": "i32", "tokens_in_all": "i32", "scale": "fp32"}
+)
+TABLES = {"CHUNK_COLUMNS": CHUNK_COLUMNS, "CHAIN_COLUMNS": CHAIN_COLUMNS}
+HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", **TABLES}
+PADDED = {"KP": 128, "VP": 128}
+KEPT = {"KEEP": True, "STARTS": True, "EXITS": True, "COLUMNS": 128}
+UNKEPT = {"KEEP": False, "rows": None, "new_v": None, "dexit": None, "drows": None, "dnew_v": None}
+# Slots are float32, the rows that other kernels read are not.
+SLOTS, FLOAT32_DK = {"states": "*fp32"}, {"dk": "*fp32"}
+TILES = FLOAT32_DK | dict.fromkeys(("dout", "new_v", "dnew_v", "states", "dstates"), "tensordesc<bf16[64, 128]>")
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel as it is launched with 16 / 32 heads of 128."""
+
+    kernel: object
+    constants: dict
+    warps: int
+    stages: int
+    types: dict = field(default_factory=dict)
+    spilled: int = 0  # most bytes of a thread's stack
+    options: dict = field(default_factory=dict)
+
+    def compiled(self):
+        return compile_for_hopper(
+            self.kernel, HEADS | self.constants, ARGUMENT_TYPES | self.types, self.warps, self.stages, **self.options
+        )
+
+
+def states(constants: dict, sizes: Sizes, stages: int) -> Build:
+    constants = PADDED | {"BV": sizes.columns} | constants
+    return Build(forward_pass._state_kernel, constants, sizes.warps, stages, SLOTS)
+
+
+def adjoint(constants: dict, sizes: Sizes, spilled: int = 0) -> Build:
+    constants = PADDED | {"BV": sizes.columns} | constants
+    return Build(backward_pass._adjoint_kernel, constants, sizes.warps, sizes.stages, spilled=spilled)
+
+
+BY_TILES = Build(dqkwg_tiles.dqkwg_tiles_kernel, {"BK": dqkwg.BLOCK_KEYS}, dqkwg.WARPS, dqkwg.STAGES, TILES)
+BUILDS = {
+    "states": states(KEPT, STATE, STATE.stages),
+    "states alone": states(KEPT, STATE, ALONE),
+    "wide states": states(KEPT, WIDE_STATE, WIDE_STATE.stages),
+    "summary": states(UNKEPT | {"COLUMNS": 256}, STATE, ALONE),
+    "adjoint": adjoint(KEPT, STATE),
+    "wide adjoint": adjoint(KEPT, WIDE_STATE, spilled=16),
+    "entry cotangents": adjoint(UNKEPT | {"STARTS": True, "EXITS": False}, STATE),
+    "dv_local": Build(inside._value_gradient_kernel, PADDED | {"BK": 64}, inside.WARPS, inside.STAGES),
+    "products": Build(inside._products_kernel, {"BK": 64}, inside.WARPS, inside.STAGES),
+    "solve_backward": Build(
+        solve_backward._solve_backward_kernel, PADDED | {"PARTS": 2}, solve_backward.WARPS, solve_backward.STAGES,
+        spilled=96,
+    ),
+    "dqkwg without tiles": Build(
+        dqkwg._dqkwg_kernel, {"BK": 64, "BV": 64}, dqkwg.WARPS, dqkwg.STAGES, FLOAT32_DK, 328,
+        {"maxnreg": dqkwg.REGISTERS},
+    ),
+    "dqkwg": BY_TILES,
+    "output": Build(
+        output._output_kernel, {"BK": 64, "BV": output.OUTPUT.columns}, output.OUTPUT.warps, output.OUTPUT.stages
+    ),
+}  # fmt: skip
+SHARED = 227 * 1024
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_compiles_for_hopper_without_one(build):
+    """Every product on matrix units, and loads that the compiler pipelines (a loop around a loop it does not)."""
+    made = build.compiled()
+    assert "wgmma.mma_async" in made.ptx and "mma.sync" not in made.ptx
+    assert ("cp.async.bulk.tensor" if build is BY_TILES else "cp.async") in made.ptx
+    assert made.shared <= SHARED
+    if is_tuned_compiler():
+        assert made.spilled <= build.spilled, made.spilled
+
+
+def test_no_product_of_tiles_reads_what_was_transposed_in_registers():
+    """That is wrong on Hopper before Triton 3.7.1."""
+    turned = [line for line in BY_TILES.compiled().ttgir.splitlines() if "tt.trans " in line]
+    assert all("xf32" in line for line in turned), turned
+
+
+@pytest.mark.parametrize(("size", "stages"), [(256, 1), (128, solve_backward.STAGES)])
+def test_the_gradient_through_the_solve_fits(size, stages):
+    heads = {"K": size, "V": size, "KP": size, "VP": size, "PARTS": size // 64}
+    build = Build(solve_backward._solve_backward_kernel, heads, solve_backward.WARPS, stages)
+    assert build.compiled().shared <= SHARED
