@@ -9,11 +9,13 @@ columns. Of records about the same case the last one counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.game_report import GAME, game_rows
 from benchmarks.record import RESULTS, ROOT
+from benchmarks.step_report import STEP, STEP_LAYER, step_layers, steps
+from benchmarks.tables import cell, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 STAMP = ("commit", "versions", "card", "command", "date")
@@ -29,6 +31,7 @@ CASE = (
     "P",
     "transport",
     "head_groups",
+    "recompute",
 )  # what a record is about
 RIVALS = ("contiguous", "zigzag", "snake", "chord")
 
@@ -91,23 +94,6 @@ Straight: one sequence as long as the first workload. Apart: largest relative ro
 result from that of the options in use. fla's kernels are not tuned in these runs.
 """
 
-STEP = """Whole training steps (forward, backward, optimizer) in bf16 with random weights, by the wall clock. Flat: the
-same model, engine, objective, head on trained tokens and recompute on every rollout as a row of its own, in
-micro-batches, with the fastest of FA4, cuDNN and FA2. FLOP ratio: model FLOPs of flat over tree, from tokens, visible
-pairs and rows of logits. No speed-up is given where loss, entropy, gradient norm or gradients differ. MFU: model FLOPs
-a second over 989 TFLOP/s, the card's dense bf16 rate by its data sheet; HFU: with what is computed again. Differences:
-loss, gradient norm, gradients.
-"""
-
-STEP_RANKS = """The same step with as many times the rollouts on several GPUs, against one of them in the same run.
-Efficiency: tree tokens a GPU and second over one GPU's.
-"""
-
-STEP_LAYER = """One decoder layer, forward and backward with the gradients of its weights, nothing recomputed.
-Published: gain over flat FlashAttention-2 that DualKV reports for one H100.
-"""
-
-
 LM_HEAD = """Log-probs and entropies of edges from hidden states in bf16, medians in ms: `triton` (also with other sizes
 of its chunks of logits) against the eager `reference`. Products: the matrix products alone, in the chunks of `triton`;
 of a forward pass one, of a backward pass two where the head is frozen, else three (the first of them, the logits, is
@@ -123,12 +109,6 @@ class Section:
     title: str
     text: str
     body: Callable[[list[dict]], str]
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def quality(records: list[dict]) -> str:
@@ -230,7 +210,7 @@ def _attention_table(records: list[dict], about: tuple[str, ...], figures: tuple
     for r in records:
         times = [f"{ms:.2f}" for ms in (r["fwd_ms"], r["bwd_ms"], r["fwd_ms"] + r["bwd_ms"])]
         rates = f"{r['tflops_fwd']:.0f} / {r['tflops_bwd']:.0f}"
-        rows.append([*(_cell(r[key]) for key in about), *times, rates, *(_cell(r.get(key)) for key in figures)])
+        rows.append([*(cell(r[key]) for key in about), *times, rates, *(cell(r.get(key)) for key in figures)])
     return table(head, rows)
 
 
@@ -253,7 +233,7 @@ def gdn_times(records: list[dict]) -> str:
         rows.append(
             [r["workload"], r["method"] + note, f"{r['tokens']:,}", f"{r['partial']:.3f}"]
             + [f"{r[key]:.2f}" for key in ("fwd_ms", "bwd_ms")]
-            + [_cell(r[key]) for key in ("vs_many", "vs_flat")]
+            + [cell(r[key]) for key in ("vs_many", "vs_flat")]
             + [f"{r['max_err']:.2g}, {r['segment_err']:.2g}", f"{r['peak_gib']:.1f}"]
         )
         for direction, table_of in r["stages"].items():
@@ -271,94 +251,27 @@ def gdn_ranks(records: list[dict]) -> str:
     head += ("over one GPU", "predicted", "predicted exposed", "predicted over one", "error", "GiB")
     rows, stages = [], []
     for r in records:
-        about = [_cell(r[key]) for key in ("workload", "gpus", "tokens", "layout", "exchange")]
+        about = [cell(r[key]) for key in ("workload", "gpus", "tokens", "layout", "exchange")]
         total = r["fwd_ms"] + r["bwd_ms"]
         times = [f"{ms:.2f}" for ms in (r["fwd_ms"], r["bwd_ms"], total, r["one_gpu_ms"])]
         figures = ("ratio", "predicted_layer_ms", "predicted_exposed_ms", "predicted_ratio", "max_err", "peak_gib")
-        rows.append([*about, *times, *(_cell(r[key]) for key in figures)])
+        rows.append([*about, *times, *(cell(r[key]) for key in figures)])
         for direction, table_of in r["stages"].items():
             shown = ", ".join(f"{name} {ms:.2f}" for name, (ms, _) in table_of.items())
             stages.append([*about[:1], *about[3:], direction, shown])
     return table(head, rows) + "\n" + table(("workload", "layout", "exchange", "direction", "stages, ms"), stages)
 
 
-def steps(records: list[dict]) -> str:
-    alone, several = ([r for r in records if (r["gpus"] > 1) == many] for many in (False, True))
-    head = (
-        "model",
-        "weights",
-        "workload",
-        "tree, ms",
-        "flat, ms",
-        "speed-up",
-        "FLOP ratio",
-        "over it",
-        "tokens",
-        "pairs",
-    )
-    head += ("MFU", "HFU", "flat MFU", "flat HFU", "GiB", "flat GiB", "same micro-batch, GiB", "largest", "differences")
-    rows = []
-    for r in alone:
-        figures = [f"{r['tree_ms']:,.0f}", f"{r['flat_ms']:,.0f} ({r['flat_attention']})"]
-        figures += [_cell(r[key]) for key in ("speedup", "flop_ratio", "speedup_over_flop_ratio")]
-        figures += [_cell(r[key]) for key in ("token_ratio", "pair_ratio")]
-        figures += [f"{r[key]:.1%}" for key in ("mfu", "hfu", "flat_mfu", "flat_hfu")]
-        same, most = r["same_micro_batch"], r.get("largest")
-        figures += [_cell(r["tree_gib"]), _cell(r["flat_gib"])]
-        figures.append(f"{same['tree_gib']:.4g} / {same['flat_gib']:.4g} ({same['rollouts']} rollouts)")
-        figures.append(f"{most['tree']} / {most['flat']}" if most else "–")
-        figures.append(", ".join(f"{r[key]:.2g}" for key in ("loss_error", "norm_error", "gradient_error")))
-        rows.append([r["model"], r["weights"], r["workload"], *figures])
-    text = table(head, rows) if alone else ""
-    if several:
-        columns = ("model", "weights", "workload", "gpus", "engine", "exchange", "tree_tokens", "tree_ms", "one_gpu_ms")
-        columns += ("tokens_per_s_gpu", "one_gpu_tokens_per_s", "efficiency", "mfu", "hfu", "tree_gib", "one_gpu_gib")
-        rows = [[_cell(r[key]) for key in columns] for r in several]
-        text += f"\n### Several GPUs\n\n{STEP_RANKS}\n" + table([key.replace("_", " ") for key in columns], rows)
-    return text.lstrip("\n")
-
-
-def step_layers(records: list[dict]) -> str:
-    head = (
-        "model",
-        "workload",
-        "tree, ms",
-        "GiB",
-        "flat, ms",
-        "flat GiB",
-        "over FA2",
-        "over the fastest",
-        "FLOP ratio",
-    )
-    rows = []
-    for r in records:
-        flat = [", ".join(f"{name} {value:.4g}" for name, value in r[key].items()) for key in ("flat_ms", "flat_gib")]
-        gains = [_cell(r[key]) for key in ("gain_over_fa2", "gain_over_fastest", "flop_ratio", "published_gain", "mfu")]
-        worst = max(r["error"].values(), default=None)
-        rows.append([r["model"], r["workload"], _cell(r["tree_ms"]), _cell(r["tree_gib"]), *flat, *gains, _cell(worst)])
-    return table((*head, "published", "MFU", "error"), rows)
-
-
 def heads(records: list[dict]) -> str:
     columns = ("workload", "method", "predictors", "hidden", "vocab", "head", "fwd_ms", "bwd_ms", "products_fwd_ms")
     columns += ("products_bwd_ms", "gain", "over_products", "max_err", "peak_gib")
-    return table([key.replace("_", " ") for key in columns], [[_cell(r[key]) for key in columns] for r in records])
+    return table([key.replace("_", " ") for key in columns], [[cell(r[key]) for key in columns] for r in records])
 
 
 def every_column(records: list[dict]) -> str:
     columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
     columns = [k for k in columns if any(r.get(k) is not None for r in records)]
-    return table(columns, [[_cell(r.get(k)) for k in columns] for r in records])
-
-
-def _cell(value) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {number}" for name, number in value.items())
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return table(columns, [[cell(r.get(k)) for k in columns] for r in records])
 
 
 SECTIONS = {

@@ -89,7 +89,7 @@ def compare(run: StepRun, workload: str, arguments: argparse.Namespace) -> dict:
         "method": "tree",
         "gpus": 1,
         "engine": run.setup.engine,
-        "recompute": run.setup.recompute,
+        "recompute": run.recompute,
         "rollouts": len(rollouts),
         "flat_attention": attention,
         "flat_attention_ms": times,
@@ -226,6 +226,7 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2, help="timed steps of each kind")
     parser.add_argument("--engine", choices=ENGINES, default="plain")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="layers", help="memory.recompute, on both sides")
+    parser.add_argument("--recompute-layers", type=int, help="only the first so many layers, on both sides")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, SwiGLU and rotary, on both sides")
     parser.add_argument("--largest", action="store_true", help="search the largest number of rollouts; takes minutes")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -242,6 +243,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         layers=arguments.layers,
         engine=arguments.engine,
         recompute=arguments.recompute,
+        recompute_layers=arguments.recompute_layers,
         pack_tokens=arguments.pack_tokens,
         replay=any(workload in SETS for workload in arguments.workloads),
         dtype=arguments.dtype,

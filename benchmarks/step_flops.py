@@ -6,6 +6,7 @@ from cp_engine import machines
 from cp_engine.config import PackingConfig, ParallelConfig
 from cp_engine.flops import Work, training_flops
 from cp_engine.losses.settings import LossConfig
+from cp_engine.memory import first_layers
 from cp_engine.placement import place_pack, plan_rank
 from cp_engine.rollouts import Rollout
 from cp_engine.sharding.cost import ModelShape
@@ -26,17 +27,21 @@ def step_work(rollouts: list[Rollout], packing: PackingConfig, loss: LossConfig,
     )
 
 
-def hardware_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool, recompute: str) -> int:
+def hardware_flops(
+    work: Work, shape: ModelShape, vocab_size: int, frozen: bool, recompute: str, layers: int | None = None
+) -> int:
     """Model FLOPs and what is computed again: the head forward, the scores in attention's backward (half of attention
     forward), and what of the layers forward ``memory.recompute`` of the configuration says.
+
+    Args:
+        layers: recomputed are only so many; None: all.
     """
     head = 2 * work.predictors * shape.hidden * vocab_size
     attention = 4 * work.pairs * shape.query_heads * shape.head_dim * shape.attention_layers
     again = head + attention // 2
-    if recompute != "none":
-        products = shape.attention_products * shape.attention_layers + shape.gdn_products * shape.gdn_layers
-        again += 2 * work.tokens * products
+    softmax, gdn = (0, 0) if recompute == "none" else first_layers(shape, layers)
+    again += 2 * work.tokens * (shape.attention_products * softmax + shape.gdn_products * gdn)
     if recompute == "layers":
-        recurrence = 6 * shape.gdn_value_heads * shape.gdn_head_dim**2 * shape.gdn_layers
-        again += work.tokens * recurrence + attention
+        again += work.tokens * 6 * shape.gdn_value_heads * shape.gdn_head_dim**2 * gdn
+        again += 4 * work.pairs * shape.query_heads * shape.head_dim * softmax
     return training_flops(work, shape, vocab_size, frozen) + again

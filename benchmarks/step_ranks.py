@@ -51,7 +51,7 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
         "method": "tree",
         "gpus": ranks.world,
         "engine": setup.engine,
-        "recompute": setup.recompute,
+        "recompute": run.recompute,
         "exchange": several.metrics["exchange"],
         "rollouts": len(of_all),
         "tree_tokens": work.tokens,

@@ -53,6 +53,7 @@ class Setup:
     replay: bool = False  # copy shared runs that are predicted cheaper as copies
     dtype: str = "bfloat16"
     liger: bool = False  # `model.liger`
+    recompute_layers: int | None = None  # `memory.recompute_layers`
     draw_adapters: bool = True  # random numbers in place of the zeros that half of an adapter starts with
 
     @property
@@ -65,6 +66,12 @@ class Setup:
         shape = SHAPES.get(self.model)
         return f"LoRA {shape.lora.r}" if shape and shape.lora else "full"
 
+    def recompute_of(self, layers: int) -> str:
+        """What a record says of recompute in a model of so many layers."""
+        if self.recompute_layers is None:
+            return self.recompute
+        return f"{self.recompute}, {self.recompute_layers} of {layers} layers"
+
     def config(self, cp: int) -> Config:
         shape = SHAPES.get(self.model)
         return Config.model_validate(
@@ -73,7 +80,7 @@ class Setup:
                 "parallel": {"cp": cp},
                 "packing": {"max_pack_tokens": self.pack_tokens, "share_or_replay": self.replay},
                 "engine": ENGINES[self.engine],
-                "memory": {"recompute": self.recompute},
+                "memory": {"recompute": self.recompute, "recompute_layers": self.recompute_layers},
                 "lora": shape.lora if shape else None,
                 "loss": {"name": "grpo"},
                 "optimizer": {"lr": STILL},
@@ -103,6 +110,7 @@ class StepRun:
             model = random_model(shape_config(setup.model, setup.layers), dtype, self.device)
         self.engine = Engine(self.config, ranks, model)
         self.causal_lm = self.engine.model.causal_lm
+        self.recompute = setup.recompute_of(len(self.causal_lm.base_model.layers))
         self.gradients: dict[str, torch.Tensor] = {}
         if isinstance(self.engine.distributed, PlainModel):
             if setup.draw_adapters:
@@ -182,7 +190,8 @@ class StepRun:
     def flops(self, work: Work) -> tuple[int, int]:
         """Model FLOPs of a step, and all that are executed."""
         model = self.engine.shape, self.causal_lm.config.vocab_size, self.config.lora is not None
-        return training_flops(work, *model), hardware_flops(work, *model, self.setup.recompute)
+        again = self.setup.recompute, self.setup.recompute_layers
+        return training_flops(work, *model), hardware_flops(work, *model, *again)
 
     def choose_flat(self, names: tuple[str, ...], rollouts: list[Rollout]) -> tuple[str, dict[str, float]]:
         """The fastest flat attention for a micro-batch of these rollouts, and the milliseconds of all.

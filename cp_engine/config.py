@@ -141,11 +141,26 @@ class MemoryConfig(_Section):
     recompute: Literal["none", "layers", "layers_keep_mixers"] = "none"
     """What decoder layers compute again in backward instead of keeping it (docs/memory.md): nothing; all but what
     exchanges brought from other ranks; or all but that and the outputs of attention and Gated DeltaNet kernels."""
+    recompute_layers: int | str | None = None
+    """Recompute so many decoder layers, the first ones; null means all of them, auto as few as are predicted to make a
+    pack of packing.max_pack_tokens fit into a GPU's memory."""
     offload_activations: bool = False
     """Keep what recomputed layers keep in host memory; for GPUs."""
 
+    @field_validator("recompute_layers")
+    @classmethod
+    def _is_a_number_of_layers(cls, value: int | str | None) -> int | str | None:
+        if value not in (None, "auto") and (isinstance(value, str) or value < 1):
+            raise ValueError(f"expected a number of at least 1, auto, or null; got {value!r}")
+        return value
+
     @model_validator(mode="after")
     def _layers_are_recomputed(self) -> MemoryConfig:
+        if self.recompute_layers is not None and self.recompute == "none":
+            raise ValueError(
+                f"recompute_layers is {self.recompute_layers}, and recompute is none; set recompute: layers or "
+                "layers_keep_mixers"
+            )
         if self.offload_activations and self.recompute == "none":
             raise ValueError(
                 "offload_activations moves what recomputed layers keep, and recompute is none; set recompute: layers "
@@ -233,6 +248,16 @@ class Config(_Section):
     """Where `train` writes metrics.jsonl, config.json and the final weights."""
     seed: int = 0
     """Order of the data, and the adapters' random weights."""
+
+    @model_validator(mode="after")
+    def _one_of_packs_and_layers_is_given(self) -> Config:
+        if self.memory.recompute_layers == "auto" and not isinstance(self.packing.max_pack_tokens, int):
+            tokens = "null" if self.packing.max_pack_tokens is None else self.packing.max_pack_tokens
+            raise ValueError(
+                f"memory.recompute_layers: auto chooses for packs of a given size, and packing.max_pack_tokens is "
+                f"{tokens}: give a number of tokens, or of layers"
+            )
+        return self
 
 
 def read_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

@@ -34,7 +34,7 @@ from cp_engine.models.routers import router_shape
 from cp_engine.models.shape import attention_window, conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import AttentionIntervals, DevicePack, device_pack
-from cp_engine.pack_budget import resolved_packing
+from cp_engine.pack_budget import resolved_memory, resolved_packing
 from cp_engine.placement import PlacedPack, place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
 from cp_engine.routes import check_routes, row_routes
@@ -104,7 +104,7 @@ class Engine:
             use_liger(hf_model, self.dtype, self.ranks.device)
         if config.lora is not None:
             add_lora(hf_model, config.lora, config.seed)
-        recompute_layers(hf_model, config.memory)
+        recompute_layers(hf_model, resolved_memory(config, hf_model, self.ranks))
         self.packing = resolved_packing(config, hf_model, self.ranks)
         whole = float32_parameters(hf_model, self.dtype)
         self.model = TreeCausalLM(hf_model).train()

@@ -13,7 +13,7 @@ MLPs that a token goes through, Hq/Hk query and kv heads, D head size, HV value 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cp_engine.model_sizes import ModelSizes
@@ -42,6 +42,8 @@ class MemorySetup:
         triton_attention: the kernels of 16-bit models on Hopper GPUs, with a workspace at large head sizes.
         triton_gdn: the kernels of 16-bit models on GPUs, which keep the inverse of each chunk of 64 tokens.
         triton_head: the head's kernels on GPUs, which hold logits once.
+        recompute_layers: recomputed are only so many layers, the first ones; None: all of them.
+        liger: Liger's norms, SwiGLU and rotary embeddings, which keep rows in the model's dtype and fewer of them.
     """
 
     engine: Literal["plain", "fsdp2", "deepspeed"] = "plain"
@@ -56,6 +58,8 @@ class MemorySetup:
     triton_attention: bool = True
     triton_gdn: bool = True
     triton_head: bool = True
+    recompute_layers: int | None = None
+    liger: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,28 +97,75 @@ class Memory:
 
 def predict_memory(tokens: int, model: ModelSizes, setup: MemorySetup, traffic: Traffic = Traffic()) -> Memory:
     """Memory of a rank with so many local rows in the second or a later pack of a step, when gradients are there."""
-    shape = model.shape
     weights, gradients, optimizer = state_bytes(model, setup)
-    kinds = [(count, attention) for count, attention in ((shape.attention_layers, True), (shape.gdn_layers, False))]
-    kept = sum(count * kept_bytes(tokens, attention, model, setup, traffic) for count, attention in kinds)
-    activations = (0 if setup.offload_activations else kept) + tokens * final_bytes(model)
-    present = [attention for count, attention in kinds if count]
-    backward = max(
-        backward_bytes(attention, model, setup) * tokens + attention * workspace_bytes(model, setup)
-        for attention in present
-    )
+    held = weights + gradients + optimizer + traffic.attention_buffers
+    recomputed, plain = _recomputed_and_plain(model, setup)
+
+    def kept(layers: list[_Layers]) -> int:
+        return sum(
+            each.count * kept_bytes(tokens, each.attention, model, each.setup, traffic)
+            for each in layers
+            if not each.setup.offload_activations
+        )
+
+    def in_forward(each: _Layers) -> int:
+        return tokens * forward_bytes(model, each.setup)
+
+    def in_backward(each: _Layers) -> int:
+        workspace = workspace_bytes(model, setup) if each.attention else 0
+        return tokens * backward_bytes(each.attention, model, each.setup) + workspace
+
+    activations = kept(recomputed) + kept(plain) + tokens * final_bytes(model, setup)
     head_forward, head_backward = head_bytes(tokens, model, setup)
-    held = weights + gradients + optimizer + activations + traffic.attention_buffers
-    working = max(head_backward, backward, gradient_bytes(model, setup))
+    # The recomputed layers come first: what the plain ones keep is not there yet, and gone when backward returns.
+    forward, backward = (
+        max(*map(of, plain), *(of(each) - kept(plain) for each in recomputed), 0) for of in (in_forward, in_backward)
+    )
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         exchange=traffic.attention_buffers,
-        forward_peak=held + max(head_forward, tokens * forward_bytes(model)),
-        backward_peak=held + working,
+        forward_peak=held + activations + max(head_forward, forward),
+        backward_peak=held + activations + max(head_backward, backward, gradient_bytes(model, setup)),
     )
+
+
+def first_layers(shape: ModelShape, count: int | None) -> tuple[int, int]:
+    """How many of the first layers are of attention and how many recurrent; None: of all layers.
+
+    Of a hybrid every k-th layer is taken for one of attention, as those of Qwen3.5 and Qwen3-Next are.
+    """
+    layers = shape.attention_layers + shape.gdn_layers
+    count = layers if count is None else min(layers, count)
+    attention = count * shape.attention_layers // layers
+    return attention, count - attention
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Decoder layers that keep the same."""
+
+    count: int
+    attention: bool
+    setup: MemorySetup
+
+
+def _recomputed_and_plain(model: ModelSizes, setup: MemorySetup) -> tuple[list[_Layers], list[_Layers]]:
+    """The layers that are recomputed, which come first, and the others."""
+    shape = model.shape
+    attention, gdn = (0, 0) if setup.recompute == "none" else first_layers(shape, setup.recompute_layers)
+    plain = replace(setup, recompute="none", recompute_layers=None, offload_activations=False)
+    parts = (
+        (setup, attention, gdn),
+        (plain, shape.attention_layers - attention, shape.gdn_layers - gdn),
+    )
+    recomputed, others = (
+        [_Layers(count, kind, of_part) for count, kind in ((softmax, True), (gdn, False)) if count]
+        for of_part, softmax, gdn in parts
+    )
+    return recomputed, others
 
 
 def most_tokens(capacity: int, model: ModelSizes, setup: MemorySetup, row_buffers: int = 0) -> int:
@@ -174,25 +225,29 @@ def state_bytes(model: ModelSizes, setup: MemorySetup) -> tuple[int, int, int]:
 
 def kept_bytes(tokens: int, attention: bool, model: ModelSizes, setup: MemorySetup, traffic: Traffic) -> int:
     """Bytes that one layer keeps from forward to backward."""
-    shape, e = model.shape, model.shape.element_bytes
     moved = traffic.attention_kept if attention else traffic.gdn_kept
     if setup.recompute == "none":
         return tokens * inside_bytes(attention, model, setup) + moved
-    row = shape.hidden * e
-    mixers = setup.recompute == "layers_keep_mixers"
-    if attention and (mixers or traffic.crosses):
-        row += shape.query_heads * (shape.head_dim * e + accumulation(shape))
-    if not attention and mixers:
-        row += shape.gdn_value_heads * model.gdn_value_dim * e + _chunk_bytes(model, setup)
+    row = model.shape.hidden * model.shape.element_bytes
+    if setup.recompute == "layers_keep_mixers" or (attention and traffic.crosses):
+        row += _mixer_results(attention, model, setup)
     return tokens * row + moved
+
+
+def _mixer_results(attention: bool, model: ModelSizes, setup: MemorySetup) -> int:
+    """Bytes of a token that attention or a recurrence returns: the output, and the log-sum-exp or the inverses."""
+    shape, e = model.shape, model.shape.element_bytes
+    if attention:
+        return shape.query_heads * (shape.head_dim * e + accumulation(shape))
+    return shape.gdn_value_heads * model.gdn_value_dim * e + _chunk_bytes(model, setup)
 
 
 def inside_bytes(attention: bool, model: ModelSizes, setup: MemorySetup) -> int:
     """Bytes of a token that one layer saves for its own backward."""
     shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
-    norm = _norm_bytes(shape.hidden, 1, model)
-    mixer = _attention_bytes(model) if attention else _gdn_bytes(model, setup) + _chunk_bytes(model, setup)
-    mlp = 4 * shape.mlp_width * e
+    norm = _norm_bytes(shape.hidden, 1, model, setup)
+    mixer = _attention_bytes(model, setup) if attention else _gdn_bytes(model, setup) + _chunk_bytes(model, setup)
+    mlp = (3 if setup.liger else 4) * shape.mlp_width * e
     if model.experts:
         # Rows are copied for each of their experts, before and after; routers keep logits, choices and indices.
         chosen = 2 * model.experts_per_token * shape.hidden * e + a * model.experts + 44 * model.experts_per_token
@@ -201,19 +256,23 @@ def inside_bytes(attention: bool, model: ModelSizes, setup: MemorySetup) -> int:
     return 2 * (norm + shape.hidden * e) + mixer + mlp + setup.adapter_width * e
 
 
-def _norm_bytes(width: int, groups: int, model: ModelSizes) -> int:
-    """An RMS norm over ``groups`` parts of a row: its input in float32, its root mean squares, and what its weight
-    multiplies."""
-    a = accumulation(model.shape)
-    return a * width + a * groups + (a if model.wide_norms else model.shape.element_bytes) * width
+def _norm_bytes(width: int, groups: int, model: ModelSizes, setup: MemorySetup) -> int:
+    """An RMS norm over ``groups`` parts of a row: its input in float32 (with Liger as it comes), its root mean squares,
+    and what its weight multiplies, unless the weight is frozen or Liger computes that again."""
+    e, a = model.shape.element_bytes, accumulation(model.shape)
+    if setup.liger:
+        return e * width + a * groups
+    if setup.adapter_parameters is not None:
+        return a * width + a * groups
+    return a * width + a * groups + (a if model.wide_norms else e) * width
 
 
-def _attention_bytes(model: ModelSizes) -> int:
+def _attention_bytes(model: ModelSizes, setup: MemorySetup) -> int:
     shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
     query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     total = e * (2 * query + 2 * kv) + a * shape.query_heads  # q, k, v, out, lse
     if model.head_norms:
-        total += _norm_bytes(query, shape.query_heads, model) + _norm_bytes(kv, shape.kv_heads, model)
+        total += _norm_bytes(query, shape.query_heads, model, setup) + _norm_bytes(kv, shape.kv_heads, model, setup)
     if model.gated_attention:
         total += 2 * e * query
     return total
@@ -245,9 +304,10 @@ def _chunk_bytes(model: ModelSizes, setup: MemorySetup) -> int:
 def backward_bytes(attention: bool, model: ModelSizes, setup: MemorySetup) -> int:
     """Bytes of a token that backward of one layer holds at its worst moment, beside what all layers keep.
 
-    A recomputed layer first saves everything again. Then the MLP holds gradients of its product and of both factors
-    while it frees what it saved; later, without those rows, the mixer holds gradients of its output and of q, k, v in
-    the accumulation dtype and again rounded. Without recompute, what is freed makes room for all but the first of it.
+    A recomputed layer first saves everything again but what it keeps. Then the MLP holds gradients of its product and
+    of both factors while it frees what it saved; later, without those rows, the mixer holds gradients of its output and
+    of q, k, v in the accumulation dtype and again rounded. Without recompute, what is freed makes room for all but the
+    first of it.
     """
     shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
     width = shape.mlp_width * e
@@ -260,7 +320,12 @@ def backward_bytes(attention: bool, model: ModelSizes, setup: MemorySetup) -> in
         mixer = rows * (a + 2 * e) + 2 * a * values
     if setup.recompute == "none":
         return 2 * shape.hidden * e + max(2 * width, mixer - 4 * width)
-    return shape.hidden * e + inside_bytes(attention, model, setup) + max(width, mixer - 4 * width)
+    again = inside_bytes(attention, model, setup)
+    if setup.recompute == "layers_keep_mixers":
+        again -= _mixer_results(attention, model, setup)
+    if setup.liger:  # whose first norm saves the layer's input as it is
+        again -= shape.hidden * e
+    return shape.hidden * e + again + max(width, mixer - 4 * width)
 
 
 def workspace_bytes(model: ModelSizes, setup: MemorySetup) -> int:
@@ -270,15 +335,17 @@ def workspace_bytes(model: ModelSizes, setup: MemorySetup) -> int:
     return ATTENTION_WORKSPACE * held
 
 
-def final_bytes(model: ModelSizes) -> int:
+def final_bytes(model: ModelSizes, setup: MemorySetup = MemorySetup()) -> int:
     """Bytes of a token from the last layer to the head: the final norm, the predictors' rows, and three indices."""
-    return _norm_bytes(model.shape.hidden, 1, model) + model.shape.hidden * model.shape.element_bytes + 24
+    return _norm_bytes(model.shape.hidden, 1, model, setup) + model.shape.hidden * model.shape.element_bytes + 24
 
 
-def forward_bytes(model: ModelSizes) -> int:
-    """Bytes of a token that forward of one layer holds beside what it saves: of a norm or of the MLP."""
-    shape, e = model.shape, model.shape.element_bytes
-    return max(3 * accumulation(shape) * shape.hidden, 2 * e * shape.mlp_width + e * shape.hidden)
+def forward_bytes(model: ModelSizes, setup: MemorySetup) -> int:
+    """Bytes of a token that forward of one layer holds beside what it keeps: of a norm, or of a recomputed MLP."""
+    shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
+    if setup.recompute == "none":
+        return 2 * a * shape.hidden
+    return max(3 * a * shape.hidden, 2 * e * shape.mlp_width + e * shape.hidden)
 
 
 def head_bytes(tokens: int, model: ModelSizes, setup: MemorySetup) -> tuple[int, int]:

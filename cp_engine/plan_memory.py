@@ -17,11 +17,12 @@ ENGINES = ("plain", "fsdp2", "zero1", "zero2", "zero3")
 _HISTORY_ROWS = 3  # taps of the convolution before the token's own
 
 
-def memory_setup(engine: str, recompute: str, shards: int) -> MemorySetup:
+def memory_setup(engine: str, shards: int, recompute: str, layers: int | None = None) -> MemorySetup:
     """The setup of an engine by the name that the `plan` command gives it."""
+    setup = MemorySetup(shards=shards, recompute=recompute, recompute_layers=layers)
     if engine.startswith("zero"):
-        return MemorySetup(engine="deepspeed", stage=int(engine[-1]), shards=shards, recompute=recompute)
-    return MemorySetup(engine=engine, shards=shards, recompute=recompute)
+        return replace(setup, engine="deepspeed", stage=int(engine[-1]))
+    return replace(setup, engine=engine)
 
 
 def rank_memory(placement: Placement, time: ExchangeTime | None, model: ModelSizes, setup: MemorySetup) -> list[Memory]:

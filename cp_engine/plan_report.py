@@ -35,10 +35,11 @@ class PlanSettings:
     dp: int = 1
     engine: str = "fsdp2"
     recompute: str = "layers"
+    recompute_layers: int | None = None
 
     def memory(self, cp: int) -> MemorySetup:
         """What memory depends on with so many context-parallel ranks; the engine shards over these times dp."""
-        return memory_setup(self.engine, self.recompute, cp * self.dp)
+        return memory_setup(self.engine, cp * self.dp, self.recompute, self.recompute_layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +182,7 @@ def _predicted(flat: FlatRollouts, planned: list[PlannedPack], settings: PlanSet
         "speedup_over_flat": flat_alone / (step * cp),
         "engine": settings.engine,
         "recompute": settings.recompute,
+        "recompute_layers": settings.recompute_layers,
         "memory_gib": {**{name: _gib(part) for name, part in fullest.parts().items()}, "total": _gib(fullest.peak)},
         "forward_peak_gib": _gib(fullest.forward_peak),
         "backward_peak_gib": _gib(fullest.backward_peak),

@@ -91,11 +91,12 @@ def _prediction_table(predicted: dict, packs: list[dict]) -> Table:
         "against flat training on as many GPUs, perfectly shared",
         f"{predicted['flat_ms']:,.3f} ms: {predicted['speedup_over_flat']:.2f} times faster",
     )
-    memory = predicted["memory_gib"]
+    memory, layers = predicted["memory_gib"], predicted["recompute_layers"]
+    recompute = predicted["recompute"] if layers is None else f"{predicted['recompute']} in the first {layers}"
     parts = ", ".join(f"{name} {value:.1f}" for name, value in memory.items() if name != "total")
     fits = "" if memory["total"] <= predicted["device_memory_gib"] else ": does NOT fit"
     table.add_row(
-        f"memory of the fullest GPU, {predicted['engine']}, recompute {predicted['recompute']}",
+        f"memory of the fullest GPU, {predicted['engine']}, recompute {recompute}",
         f"{memory['total']:.1f} of {predicted['device_memory_gib']:.0f} GiB{fits} ({parts}); forward peak "
         f"{predicted['forward_peak_gib']:.1f}, backward {predicted['backward_peak_gib']:.1f}",
     )

@@ -1,5 +1,7 @@
 """``packing.max_pack_tokens: auto``."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from cp_engine.memory import RESERVED, MemorySetup, Traffic, predict_memory
 from cp_engine.model_sizes import model_sizes
 from cp_engine.models.load import load_model
 from cp_engine.models.lora import add_lora
-from cp_engine.pack_budget import pack_budget, run_sizes
+from cp_engine.pack_budget import fewest_layers, pack_budget, run_sizes
 
 ALONE = Ranks(0, 1, None, torch.device("cpu"))
 H200 = 140 * 2**30
@@ -51,7 +53,35 @@ def test_a_run_says_what_its_memory_depends_on():
     assert setup.adapter_width == 4 * adapted // 4 > 0
 
 
+def test_as_few_layers_are_recomputed_as_fit():
+    model = model_sizes("qwen3-8b")
+    setup = MemorySetup(adapter_parameters=40_000_000, adapter_width=112, recompute="layers_keep_mixers")
+
+    def layers(tokens, cp=1, capacity=H200):
+        run = config(parallel={"cp": cp}, packing={"max_pack_tokens": tokens})
+        return fewest_layers(capacity, run, model, setup)
+
+    assert layers(1024) == 0
+    found = [layers(tokens) for tokens in (16_384, 24_576, 32_768, 40_960, 49_152)]
+    assert found == sorted(set(found)) and 0 < found[0] and found[-1] < 36
+    for tokens, count in zip((16_384, 40_960), (found[0], found[3]), strict=True):
+        budgets = [pack_budget(H200, config(), model, replace(setup, recompute_layers=n)) for n in (count - 1, count)]
+        assert budgets[0] < tokens <= budgets[1]
+    assert layers(40_960, capacity=H200 // 2) > found[3] and 0 < layers(4 * 24_576, cp=4) > found[1]
+    with pytest.raises(ValueError, match="packs of 400,000 tokens fit into 140.0 GiB: at most .* tokens are predicted"):
+        layers(400_000)
+
+
+def test_a_run_says_how_many_layers_are_recomputed():
+    memory = {"recompute": "layers", "recompute_layers": 3}
+    run = parse_config({"model": {"path": "tiny-qwen3.5", "vocab_size": 64}, "memory": memory})
+    assert run_sizes(run, load_model("tiny-qwen3.5", torch.bfloat16, 64), ALONE)[1].recompute_layers == 3
+
+
 def test_cpus_and_other_words_are_refused():
+    with pytest.raises(ValueError, match="recompute_layers: auto is chosen from the memory of a GPU, and these ranks"):
+        memory = {"recompute": "layers", "recompute_layers": "auto"}
+        Engine(config(packing={"max_pack_tokens": 100}, memory=memory), ALONE)
     with pytest.raises(ValueError, match="auto is chosen from the memory of a GPU, and these ranks run on CPUs"):
         Engine(config(packing={"max_pack_tokens": "auto"}), ALONE)
     for value in ("all", 1, -5):

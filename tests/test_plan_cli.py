@@ -175,6 +175,21 @@ def test_the_prediction_adds_up(tmp_path, capsys):
     assert alone["efficiency"] == 1 and alone["exposed_ms"] == 0
 
 
+def test_memory_follows_the_number_of_recomputed_layers(capsys):
+    given = "--synthetic", "grpo_5k16", "--cp", "8", "--engine", "fsdp2"
+    few, many, every = (
+        reported(capsys, *given, *more)["predicted"]
+        for more in (("--recompute-layers", "6"), ("--recompute-layers", "30"), ())
+    )
+    assert (few["recompute_layers"], many["recompute_layers"], every["recompute_layers"]) == (6, 30, None)
+    assert few["memory_gib"]["activations"] > many["memory_gib"]["activations"] > every["memory_gib"]["activations"]
+    plan(*given, "--recompute-layers", "6")
+    assert "recompute layers in the first 6" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for more in (("--recompute-layers", "37"), ("--recompute-layers", "3", "--recompute", "none")):
+        with pytest.raises(ValueError, match="--recompute-layers is .* a model of 36 layers: give at most so many"):
+            plan(*given, *more)
+
+
 def test_the_exchange_is_chosen_or_as_asked(tmp_path, capsys):
     path = closed_form_file(tmp_path)
     (pack,) = reported(capsys, "--rollouts", path, "--cp", "2")["packs"]

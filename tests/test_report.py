@@ -63,6 +63,7 @@ def test_gdn_times_name_what_counts_and_what_does_not():
 
 def test_steps_have_a_table_of_one_gpu_one_of_several_and_one_of_layers():
     about = {"bench": "step", "model": "m, 12 layers", "weights": "LoRA 16", "workload": "toy", "gpus": 1}
+    about |= {"recompute": "layers, 5 of 12 layers"}
     one = about | {"tree_ms": 2000.0, "flat_ms": 9000.0, "flat_attention": "fa4", "speedup": 4.5, "flop_ratio": 4.6}
     one |= {"speedup_over_flop_ratio": 0.978, "token_ratio": 4.4, "pair_ratio": 2.6, "mfu": 0.46, "hfu": 0.6}
     one |= {"flat_mfu": 0.45, "flat_hfu": 0.61, "tree_gib": 55.5, "flat_gib": 70.2, "loss_error": 1e-6}
@@ -80,18 +81,18 @@ def test_steps_have_a_table_of_one_gpu_one_of_several_and_one_of_layers():
     layer = {"bench": "step-layer", "model": "m", "workload": "toy", "gpus": 1, "tree_ms": 50.0, "tree_gib": 9.5}
     layer |= {"flat_ms": {"fa2": 220.0, "fa4": 190.0}, "flat_gib": {"fa2": 30.0, "fa4": 29.0}, "gain_over_fa2": 4.4}
     layer |= {"gain_over_fastest": 3.8, "flop_ratio": 4.2, "published_gain": 4.28, "mfu": 0.55, "error": {"fa2": 0.004}}
-    text = page([record | STAMPED for record in (one, wrong, two, layer)])
+    # What is recomputed is a part of the case: the same step without stands beside it.
+    text = page([record | STAMPED for record in (one, one | {"recompute": "none"}, wrong, two, layer)])
+    assert "| toy | none | 2,000 |" in text
     figures = "46.0% | 60.0% | 45.0% | 61.0% | 55.5 | 70.2 | 20.5 / 70.2 (8 rollouts)"
     row = (
-        "| m, 12 layers | LoRA 16 | {} | 2,000 | 9,000 (fa4) | {} | 4.4 | 2.6 | "
+        "| m, 12 layers | LoRA 16 | {} | layers, 5 of 12 layers | 2,000 | 9,000 (fa4) | {} | 4.4 | 2.6 | "
         + figures
         + " | {} | 1e-06, 0.001, 0.012 |"
     )
     assert row.format("toy", "4.5 | 4.6 | 0.978", "–") in text and row.format("bad", "– | 4.6 | –", "64 / 8") in text
-    assert (
-        "| toy | 2 | plain | gather | 140,000 | 2100 | 2000 | 35,000 | 37,000 | 0.946 | 0.44 | 0.58 | 60 | 55.5 |"
-        in text
-    )
+    figures = "| toy | layers, 5 of 12 layers | 2 | plain | gather | 140,000 | 2100 | 2000 | 35,000 | 37,000 | 0.946 |"
+    assert f"{figures} 0.44 | 0.58 | 60 | 55.5 |" in text
     assert "| toy | 50 | 9.5 | fa2 220, fa4 190 | fa2 30, fa4 29 | 4.4 | 3.8 | 4.2 | 4.28 | 0.55 | 0.004 |" in text
 
 

@@ -54,6 +54,8 @@ def test_flops_are_those_counted_by_hand():
         mixers = hardware_flops(work, *kind, frozen, recompute="layers_keep_mixers")
         assert mixers == kept + 5 * 2 * products
         assert hardware_flops(work, *kind, frozen, recompute="layers") == mixers + 13 * 4 * 4 * 8 * 16
+        of_three = (5 * 2 * products + 13 * 4 * 4 * 8 * 16) * 3 // 4
+        assert hardware_flops(work, *kind, frozen, recompute="layers", layers=3) == kept + of_three
     shape = model_shape(load_model("tiny-qwen3.5", torch.float32).config, 4)
     one = Work(tokens=1, pairs=0, predictors=0)
     again = hardware_flops(one, shape, 512, False, "layers") - hardware_flops(one, shape, 512, False, "none")
@@ -188,6 +190,21 @@ def test_tree_and_flat_agree_and_the_record_says_all(model, tokens):
     assert record["speedup_over_flop_ratio"] == pytest.approx(record["speedup"] / record["flop_ratio"], abs=1e-3)
     assert record["same_micro_batch"]["rollouts"] == len(within(rollouts, tokens))
     assert 1 < record["flop_ratio"] < record["token_ratio"] and record["tree_tflop"] > 0
+
+
+def test_a_part_of_the_layers_is_recomputed_on_both_sides():
+    given = arguments(recompute="layers", recompute_layers=3)
+    run = StepRun(step.setup_of(given), this_rank())
+    layers = run.causal_lm.base_model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, True, True, False]
+    record = step.compare(run, "tiny", given)
+    assert record["right"] and record["recompute"] == "layers, 3 of 4 layers"
+    work = run.work(workload_rollouts("tiny", run.engine.vocab_size))
+    of_part, of_all = (replace(run.setup, recompute_layers=count) for count in (3, None))
+    run.setup = of_part
+    part = run.flops(work)
+    run.setup = of_all
+    assert part[0] < part[1] < run.flops(work)[1]
 
 
 def test_a_wrong_result_has_no_speed_up(monkeypatch):

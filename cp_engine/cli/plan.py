@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute", choices=RECOMPUTE, default="layers", help="what layers compute again in backward"
     )
+    parser.add_argument(
+        "--recompute-layers", type=_positive, metavar="N", help="of only the first N layers (default: of all)"
+    )
     parser.add_argument("--nodes", type=_positive, metavar="K", help="hosts (default: as many as the ranks need)")
     parser.add_argument("--gpus-per-node", type=_positive, metavar="G", help="GPUs of a host (default: 8)")
     parser.add_argument("--picture", metavar="OUT", help="draw who owns what and what moves: .svg, .html or .png")
@@ -80,9 +83,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"at most {MOST_RANKS:,} ranks are planned, got {max(counts):,}: ask for fewer (--cp, --sweep)"
         )
+    model, layers = model_sizes(args.model), args.recompute_layers
+    if layers is not None and (args.recompute == "none" or layers > model.layers):
+        raise ValueError(
+            f"--recompute-layers is {layers} with --recompute {args.recompute} and a model of {model.layers} layers: "
+            "give at most so many, and something to recompute"
+        )
     settings = PlanSettings(
         cp=max(counts),
-        model=model_sizes(args.model),
+        model=model,
         machine=machine(args.device, max(counts), args.nodes, args.gpus_per_node),
         share=args.share,
         max_pack_tokens=args.max_pack_tokens,
@@ -92,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         dp=args.dp,
         engine=args.engine,
         recompute=args.recompute,
+        recompute_layers=layers,
     )
     if args.sweep is not None:
         return _run_sweep(args, counts, settings)

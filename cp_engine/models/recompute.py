@@ -23,11 +23,24 @@ def recompute_layers(causal_lm: nn.Module, memory: MemoryConfig) -> None:
 
     A recomputed layer keeps its input and what its exchanges brought, so that recomputation moves nothing between
     ranks. Call it before a distributed engine takes the model.
+
+    Args:
+        memory: with a number of layers in the place of ``auto``.
+
+    Raises:
+        ValueError: for more layers than the model has.
     """
     if memory.recompute == "none":
         return
+    layers, count = causal_lm.base_model.layers, memory.recompute_layers
+    if count is not None and count > len(layers):
+        raise ValueError(
+            f"memory.recompute_layers is {count}, and the model has {len(layers)} decoder layers: give at most so many"
+        )
     keeping = Keeping(_KINDS[memory.recompute], memory.offload_activations)
-    for layer in causal_lm.base_model.layers:
+    # The first ones: backward comes to them when what the others keep is gone, so that a layer that is computed again
+    # does not add to the peak. Of the last ones it would, by nearly all that a layer saves.
+    for layer in layers[:count]:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(_checkpointed, keeping)
 

@@ -204,6 +204,7 @@ def test_recomputed_layers_change_nothing(stage):
         SGD | {"parallel": {"cp": 2}, "engine": zero(stage), "memory": {"recompute": recompute}}
         for recompute in ("none", "layers", "layers_keep_mixers")
     ]
+    cases.append(cases[2] | {"memory": {"recompute": "layers_keep_mixers", "recompute_layers": 2}})
     truth, *others = run_ranks(2, several, cases)[0]
     for figures, weights, _ in others:
         assert figures == truth[0] and largest_error(weights, truth[1]) == 0.0

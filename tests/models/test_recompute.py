@@ -84,6 +84,17 @@ def test_gradients_are_the_same_and_nothing_moves_twice(case):
             assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
+@pytest.mark.parametrize("engine", ["plain", "fsdp2"])
+def test_gradients_are_the_same_with_any_number_of_recomputed_layers(engine):
+    sections = {"parallel": {"cp": 2}, "engine": {"name": engine}}
+    memories = [{}, *({"recompute": MODES[n % 2], "recompute_layers": n} for n in range(1, 5))]
+    for (truth, calls), *others in run_ranks(2, several, sections, memories):
+        for found, again in others:
+            assert again == calls and found.keys() == truth.keys()
+            for name, gradient in truth.items():
+                assert float((found[name] - gradient).abs().max()) <= 1e-12 * float(gradient.abs().max())
+
+
 def test_an_exchange_that_is_not_kept_is_seen():
     arguments = CASES["gather and affine"], {"recompute": "layers"}
     (_, kept), (_, lax) = (run_ranks(2, gradients, *arguments, kinds)[0] for kinds in (None, frozenset()))
@@ -111,6 +122,13 @@ def test_outputs_of_mixers_are_kept_where_asked_or_where_they_took_an_exchange()
     assert layers == (2 * none[0], 2 * none[1]) and mixers == none
     none, layers, mixers = run_ranks(2, kernel_calls, CASES["gather and affine"], memories)[0]
     assert layers == (none[0], 2 * none[1]) and mixers == none
+
+
+def test_only_the_first_layers_are_computed_again():
+    """Three recurrent layers, then one of attention."""
+    found = kernel_calls({}, [{"recompute": "layers", "recompute_layers": n} for n in (1, 2, 3, 4)])
+    (attention, gdn) = found[0][0], found[3][1] // 2
+    assert found == [(attention, gdn * (3 + n) // 3) for n in (1, 2, 3)] + [(2 * attention, 2 * gdn)]
 
 
 def packs_in_flight(memory: dict, offload: bool):
@@ -180,5 +198,16 @@ def test_recomputation_in_another_thread_keeps_float64():
 def test_settings_without_effect_are_refused():
     with pytest.raises(ValueError, match="moves what recomputed layers keep, and recompute is none"):
         parse_config({"model": {"path": "x"}, "memory": {"offload_activations": True}})
+    with pytest.raises(ValueError, match="recompute_layers is 3, and recompute is none; set recompute: layers or"):
+        parse_config({"model": {"path": "x"}, "memory": {"recompute_layers": 3}})
+    for value in ("all", 0, -1):
+        with pytest.raises(ValueError, match="expected a number of at least 1, auto, or null; got"):
+            parse_config({"model": {"path": "x"}, "memory": {"recompute": "layers", "recompute_layers": value}})
+    for tokens in (None, "auto"):
+        sections = {"memory": {"recompute": "layers", "recompute_layers": "auto"}}
+        with pytest.raises(ValueError, match="auto chooses for packs of a given size, and packing.max_pack_tokens is"):
+            parse_config({"model": {"path": "x"}, "packing": {"max_pack_tokens": tokens}} | sections)
+    with pytest.raises(ValueError, match="memory.recompute_layers is 5, and the model has 4 decoder layers: give at"):
+        Engine(tiny_config({"memory": {"recompute": "layers", "recompute_layers": 5}}), this_rank())
     with pytest.raises(ValueError, match="these ranks run on CPUs"):
         Engine(tiny_config({"memory": {"recompute": "layers", "offload_activations": True}}), this_rank())
