@@ -63,13 +63,21 @@ class Engine:
 
     Args:
         causal_lm: the model to train, in the configured dtype; None loads ``config.model.path``.
+        only_scores: freeze the model, for `logprobs` alone: ranks then hold its weights in the configured dtype and
+            neither float32 masters nor gradients nor optimizer states.
 
     Raises:
         ValueError: when ``parallel.dp x parallel.cp`` is not the number of rank processes, ranks were given different
             settings (raised on every rank), or the model is not supported.
     """
 
-    def __init__(self, config: Config, ranks: Ranks | None = None, causal_lm: nn.Module | None = None):
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks | None = None,
+        causal_lm: nn.Module | None = None,
+        only_scores: bool = False,
+    ):
         self.config = config
         self.ranks = ranks or join_ranks(config.parallel.timeout_s)
         # Ranks with another loss or learning rate would go on together and train something else, and those with another
@@ -104,6 +112,9 @@ class Engine:
             use_liger(hf_model, self.dtype, self.ranks.device)
         if config.lora is not None:
             add_lora(hf_model, config.lora, config.seed)
+        if only_scores:
+            hf_model.requires_grad_(False)
+        self.only_scores = only_scores
         recompute_layers(hf_model, resolved_memory(config, hf_model, self.ranks))
         self.packing = resolved_packing(config, hf_model, self.ranks)
         whole = float32_parameters(hf_model, self.dtype)
@@ -125,11 +136,13 @@ class Engine:
                 made while this step runs. Pass the same object to the next call.
 
         Raises:
-            ValueError: for rollouts that the loss cannot use, a rollout over the pack budget, or ranks that were
-                given different rollouts (raised on every rank).
+            ValueError: for rollouts that the loss cannot use, a rollout over the pack budget, ranks that were given
+                different rollouts (raised on every rank), or an engine that only scores.
             RuntimeError: when a gradient is not finite, unless ``optimizer.on_nonfinite`` is ``skip``, which reports
                 it as ``skipped``. The weights are unchanged in both cases.
         """
+        if self.only_scores:
+            raise ValueError("this engine was made with only_scores, so its weights are frozen: make another to train")
         started = time.perf_counter()
         step = self.lookahead.step(rollouts)
         require_equal_digests(step.digest(), "step", self.ranks)

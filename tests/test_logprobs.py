@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from cp_engine.engine import Engine
+from cp_engine.models.cpu import make_cpu_runnable
+from cp_engine.models.load import load_model
 from cp_engine.models.precision import keep_float64
 from cp_engine.rollout_files import add_field, check_out_file
 from cp_engine.rollouts import read_rollouts
@@ -68,6 +71,49 @@ def test_they_are_the_flat_rows_log_probs():
         found = np.concatenate(Engine(config(1, loss={"temperature": 0.7}), this_rank()).logprobs(rollouts))
     assert np.abs(np.nan_to_num(found) - flat.log_prob).max() < 1e-12
     assert np.isnan(found).sum() == (flat.log_prob == 0).sum()
+
+
+def scored_in_bfloat16(engines: list[str]) -> list[list[np.ndarray]]:
+    """Log-probs by an engine that trains, and by some that only score."""
+    ranks, rollouts, found = this_rank(), read_rollouts(SAMPLE, limit=8), []
+    for name in ("plain", *engines):
+        section = {"dtype": "bfloat16", "engine": {"name": name}, "packing": {"max_pack_tokens": 120}}
+        engine = Engine(config(ranks.world, **section), ranks, only_scores=bool(found))
+        found.append(engine.logprobs(rollouts))
+        parameters = list(engine.model.causal_lm.parameters())
+        # The decays of GDN layers stay float32; no master or shard is.
+        assert len(found) == 1 or sum(p.dtype == torch.float32 for p in parameters) == 2 * 3
+    assert not any(p.requires_grad for p in parameters) and not engine.distributed.updated
+    with pytest.raises(ValueError, match="made with only_scores, so its weights are frozen: make another to train"):
+        engine.train_step(rollouts)
+    return found
+
+
+def test_engines_that_only_score_give_the_bits_of_training_in_bfloat16():
+    trained, *scored = run_ranks(2, scored_in_bfloat16, ["plain", "fsdp2"])[0]
+    for found in scored:
+        np.testing.assert_array_equal(np.concatenate(found), np.concatenate(trained))
+    truth = np.concatenate(Engine(config(1), this_rank()).logprobs(read_rollouts(SAMPLE, limit=8)))
+    off, of_flat = (np.nanmax(np.abs(x - truth)) for x in (np.concatenate(trained), flat_in_bfloat16()))
+    assert 0.01 < off <= 1.25 * of_flat
+
+
+@torch.no_grad()
+def flat_in_bfloat16() -> np.ndarray:
+    """Log-probs of every token but the first ones by the unmodified model, row by row."""
+    model, found = load_model("tiny-qwen3.5", torch.bfloat16, vocab_size=512), []
+    make_cpu_runnable(model)
+    for rollout in read_rollouts(SAMPLE, limit=8):
+        ids = torch.as_tensor(rollout.input_ids)
+        log_p = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+        found += [np.array([np.nan]), log_p[:-1].gather(1, ids[1:, None])[:, 0].numpy()]
+    return np.concatenate(found)
+
+
+def test_deepspeed_is_not_for_scoring():
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (pip install 'cp-engine[deepspeed]')")
+    with pytest.raises(ValueError, match="has nothing to do for a frozen model"):
+        Engine(config(1, dtype="float32", engine={"name": "deepspeed", "stage": 2}), this_rank(), only_scores=True)
 
 
 def test_the_command_adds_the_field_and_keeps_the_rest(tmp_path):

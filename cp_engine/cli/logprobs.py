@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="where the rollouts go with the new field (.jsonl or .jsonl.gz)")
     add("--field", default="old_logprobs", choices=("old_logprobs", "ref_logprobs"))
     add("--cp", type=int, help="context-parallel ranks (default: those of torchrun, else 1)")
-    add("--dtype", default="float32", choices=("float32", "float64"), help="of weights and activations")
+    add("--dtype", default="float32", choices=("float32", "float64", "bfloat16"), help="as in training")
+    add("--engine", default="plain", choices=("plain", "fsdp2"), help="weights whole on every rank, or sharded")
     add("--temperature", type=float, default=1.0, help="logits are divided by it, as in training")
     add("--max-pack-tokens", type=int, help="cut the forest into packs of at most so many tree tokens")
     add("--vocab-size", type=int, help="vocabulary of a preset, as model.vocab_size in training")
@@ -40,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
             "parallel": {"cp": ranks.world},
             "packing": {"max_pack_tokens": args.max_pack_tokens},
             "loss": {"name": "sft", "temperature": args.temperature},
+            "engine": {"name": args.engine},
             "dtype": args.dtype,
         },
         "logprobs",
     )
-    engine = Engine(config, ranks)
+    engine = Engine(config, ranks, only_scores=True)
     rollouts = read_rollouts(args.rollouts, vocab_size=engine.vocab_size, max_tokens=args.max_pack_tokens)
     values = engine.logprobs(rollouts)
     if ranks.is_first:

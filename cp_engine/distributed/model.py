@@ -103,7 +103,8 @@ class TorchModel(DistributedModel):
         by_kind: dict[type, list[nn.Parameter]] = {}
         for parameter in updated.values():
             by_kind.setdefault(type(parameter.data), []).append(parameter)
-        self.optimizer = make_optimizer([{"params": group} for group in by_kind.values()], optimizer)
+        # A frozen model has no parameters for one.
+        self.optimizer = make_optimizer([{"params": group} for group in by_kind.values() or ([],)], optimizer)
 
     def __call__(self, pack, temperature=1.0, outputs="edges"):
         return self.tree(pack, temperature=temperature, outputs=outputs)

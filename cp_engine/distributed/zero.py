@@ -227,6 +227,10 @@ def _check(tree: TreeCausalLM, whole: list[nn.Parameter], config: Config) -> Non
             "engine.stage: 0 would update bfloat16 weights without float32 masters; use 1, 2 or 3, or plain"
         )
     head = tree.causal_lm.get_output_embeddings()
+    if not any(parameter.requires_grad for parameter in tree.parameters()):
+        raise ValueError(
+            "engine.name: deepspeed has nothing to do for a frozen model (only_scores); use plain or fsdp2"
+        )
     if config.engine.stage == 3 and any(module is head for _, module in lora_layers(tree.causal_lm)):
         raise ValueError("lora.targets: with deepspeed stage 3 the head cannot have an adapter; leave it out")
 
