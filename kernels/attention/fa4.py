@@ -6,9 +6,9 @@ forward: FA4 hands out each call's output in the inputs' dtype, so merging round
 that missed the error bound of design section 10, and it was slower than one masked kernel (docs/log.md).
 
 It does best where few large rectangles hold the pairs: a long trunk with long leaves. `auto` does not take it: there
-`cudnn` (head size 128) and `triton` (256) are faster. Every call's dq, dk and dv come back
-in the inputs' dtype, so each is rounded once more than in one kernel. Inside a call dq is added by atomics, in a fixed
-order when PyTorch's deterministic algorithms are on (`torch.use_deterministic_algorithms`).
+`cudnn` (head size 128) and `triton` (256) are faster. Every call's dq, dk and dv come back in the inputs' dtype, so
+each is rounded once more than in one kernel. Inside a call dq is added by atomics, in a fixed order when PyTorch's
+deterministic algorithms are on (`torch.use_deterministic_algorithms`).
 
 Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size.
 """
@@ -82,7 +82,7 @@ def backward(
     _check(q, intervals)
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    for call in calls_on_device(intervals).calls:
+    for call in calls_on_device(intervals):
         kernel, rows = variable_length_backward(), call.rows
         row_grad, *key_grads = kernel(
             q[rows], k[call.keys], v[call.keys], out[rows], dout[rows], lse[rows].T.contiguous(),

@@ -37,15 +37,6 @@ class Call:
     sums: tuple[tuple[slice | torch.Tensor, slice | torch.Tensor], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class CallList:
-    """All calls of `Intervals`, diagonals first."""
-
-    calls: tuple[Call, ...]
-    sequences: int
-    pairs: int  # visible pairs
-
-
 @dataclass(frozen=True)
 class _Sequences:
     """Int64 [B] each: query rows [row, row + rows) against key rows [key, key + keys)."""
@@ -59,28 +50,25 @@ class _Sequences:
         return _Sequences(*(part[index] for part in vars(self).values()))
 
 
-def call_list(intervals: Intervals) -> CallList:
-    """The calls, planned at the first call with these intervals; their tensors on the host."""
+def call_list(intervals: Intervals) -> tuple[Call, ...]:
+    """All calls, diagonals first, planned at the first call with these intervals; their tensors on the host."""
     return intervals.prepared("rectangles", _build)
 
 
-def calls_on_device(intervals: Intervals) -> CallList:
+def calls_on_device(intervals: Intervals) -> tuple[Call, ...]:
     """`call_list`, its tensors on the device of the calls."""
     return intervals.on_device("rectangles", _build)
 
 
-def _build(intervals: Intervals) -> CallList:
+def _build(intervals: Intervals) -> tuple[Call, ...]:
     own = _diagonals(intervals)
     groups = [(True, own)] if len(own.row) else []
     groups += [(False, level) for level in _levels(intervals)]
-    pairs = int((own.rows * own.keys - own.rows * (own.rows - 1) // 2).sum())
-    pairs += sum(int((level.rows * level.keys).sum()) for causal, level in groups if not causal)
-    calls = [
+    return tuple(
         _call(causal, group.take(slice(first, first + MOST_SEQUENCES)))
         for causal, group in groups
         for first in range(0, len(group.row), MOST_SEQUENCES)
-    ]
-    return CallList(tuple(calls), sum(len(group.row) for _, group in groups), pairs)
+    )
 
 
 def _diagonals(intervals: Intervals) -> _Sequences:
