@@ -101,17 +101,35 @@ def transposed(pieces: Pieces) -> Pieces:
     return made.take(length > 0)
 
 
-def cut(pieces: Pieces, size: int) -> tuple[Pieces, np.ndarray]:
-    """Cut pieces at multiples of ``size`` rows; also the tile ``row // size`` of each part, ascending."""
-    first_tile = pieces.first // size
-    parts = (pieces.first + pieces.length - 1) // size - first_tile + 1
+def tile_starts(rows: int, size: int, pieces: Pieces | None = None) -> np.ndarray:
+    """First rows of tiles of at most ``size`` consecutive rows that hold all ``rows``.
+
+    With ``pieces``, a row that sees at least ``size`` rows of the other axis more than the row before it starts a tile
+    too. In a tree those are the first keys of trunks below which much hangs: if a tile began before one, all of it
+    would be computed with the trunk's many query rows, and its keys would take a tile more than they fill.
+    """
+    begins = np.zeros(1, np.int64)
+    if pieces is not None:
+        more = np.zeros(rows + 1, np.int64)
+        np.add.at(more, pieces.first, pieces.hi - pieces.lo)
+        np.subtract.at(more, pieces.first + pieces.length, pieces.last_hi - pieces.last_lo)
+        begins = np.union1d(begins, np.flatnonzero(more[:rows] >= size))
+    count = -(-np.diff(np.append(begins, rows)) // size)
+    return np.repeat(begins, count) + size * expand(np.zeros_like(count), count)
+
+
+def cut(pieces: Pieces, starts: np.ndarray) -> tuple[Pieces, np.ndarray]:
+    """Cut pieces where tiles start; also the tile of each part, ascending."""
+    first_tile = np.searchsorted(starts, pieces.first, side="right") - 1
+    parts = np.searchsorted(starts, pieces.first + pieces.length) - first_tile
     which = np.repeat(np.arange(len(parts)), parts)
     tile = expand(first_tile, parts)
     order = np.argsort(tile, kind="stable")
     which, tile = which[order], tile[order]
     whole = pieces.take(which)
-    first = np.maximum(whole.first, tile * size)
-    length = np.minimum(whole.first + whole.length, (tile + 1) * size) - first
+    end = whole.first + whole.length
+    first = np.maximum(whole.first, starts[tile])
+    length = np.minimum(end, np.append(starts[1:], end.max(initial=0))[tile]) - first
     moved = first - whole.first
     lo, hi = whole.lo + whole.lo_step * moved, whole.hi + whole.hi_step * moved
     return Pieces(first, length, lo, hi, whole.lo_step, whole.hi_step), tile

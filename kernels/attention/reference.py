@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces
+from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces, tile_starts
 from cp_engine.kernels.attention.ranges import expand, union
 from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
@@ -153,7 +153,7 @@ class Block:
 def build_blocks(intervals: Intervals) -> list[Block]:
     """Cut the query rows into blocks, on the host, once for each `Intervals`. Blocks that see nothing are left out."""
     block_rows = GPU_BLOCK_ROWS if intervals.device.type == "cuda" else BLOCK_ROWS
-    pieces, block = cut(row_pieces(intervals), block_rows)
+    pieces, block = cut(row_pieces(intervals), tile_starts(intervals.rows, block_rows))
     blocks = -(-intervals.rows // block_rows)
     bounds = np.searchsorted(block, np.arange(blocks + 1)).tolist()
     built = []

@@ -263,6 +263,20 @@ def test_tile_lists_are_made_once_and_hold_few_pairs():
         assert made.full_pairs <= forest.tree_pairs
 
 
+def test_key_tiles_begin_where_trunks_begin(monkeypatch):
+    """Ten trunks of 64 tokens with 20 leaves of 5: no tile holds keys of a leaf and of the next trunk, and no trunk
+    takes three tiles of 32. Leaves start no tile. With aligned tiles a list holds a tenth more pairs."""
+    rows = [np.concatenate([np.full(64, trunk), np.full(5, 100 + leaf)]) for trunk in range(10) for leaf in range(20)]
+    forest = build_forest(np.concatenate(rows), np.arange(201) * 69)
+    made = tiles.build_tile_list(whole(forest), "keys", 32, 16)
+    starts = made.entries[:, 0].sort().values
+    assert starts.tolist() == [trunk * 164 + at for trunk in range(10) for at in range(0, 164, 32)]
+    assert (made.entries[:, 1] == 4).sum() == 10 and made.entries[:, 1].sum() == forest.tokens
+    monkeypatch.setattr(tiles, "tile_starts", lambda rows, size, pieces: np.arange(0, rows, size))
+    aligned = tiles.build_tile_list(whole(forest), "keys", 32, 16)
+    assert aligned.full_pairs + aligned.border_pairs > 1.1 * (made.full_pairs + made.border_pairs)
+
+
 def test_prepared_lists_are_those_that_calls_use(monkeypatch):
     forest = random_variety(4).forest
     intervals = whole(forest)

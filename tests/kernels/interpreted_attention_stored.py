@@ -119,10 +119,14 @@ def test_blocks_hold_every_visible_pair_once():
     for most, multiple in ((10**6, 1), (7, 1), (30, 2)):
         made = build_blocks(intervals, 16, 32, most, multiple)
         seen = np.zeros((mask.shape[0] + 16, mask.shape[1] + 32), np.int64)
+        tiles = made.key_entries[:, :2].unique(dim=0)
+        ends = tiles.sum(1)
+        assert (tiles[1:, 0] == ends[:-1]).all() and tiles[0, 0] == 0 and ends[-1] == forest.tokens
+        assert (tiles[:, 1] < 32).sum() > 1  # some are short
         for tile, slot, full, blocks, first_mask in made.row_entries.tolist():
             for number in range(blocks):
                 place = int(made.places[slot + number])
-                assert place % 32 == 0
+                assert place in tiles[:, 0]
                 bits = np.ones((16, 32), np.int64)
                 if number >= full:
                     word = made.words[first_mask + number - full, 0].numpy()
@@ -130,7 +134,7 @@ def test_blocks_hold_every_visible_pair_once():
                 seen[tile * 16 :, place:][:16, :32] += bits
         assert (seen[: len(mask), : len(mask)] == mask).all()
         assert sum(wave.row_entries[1] for wave in made.waves) == len(made.row_entries)
-        assert made.blocks == int(made.key_entries[:, 2].sum()) and made.most <= max(most, made.row_entries[:, 3].max())
+        assert made.blocks == int(made.key_entries[:, 3].sum()) and made.most <= max(most, made.row_entries[:, 3].max())
 
 
 def test_a_lost_block_shows():

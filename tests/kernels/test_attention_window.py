@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cp_engine.kernels.attention import Intervals, attention, attention_backward, auto, cudnn
-from cp_engine.kernels.attention.pieces import cut, row_pieces, transposed
+from cp_engine.kernels.attention.pieces import cut, row_pieces, tile_starts, transposed
 from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.intervals import RowIntervals, visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
@@ -103,7 +103,8 @@ def test_pieces_from_both_axes_hold_the_same_pairs(window):
         forest = random_variety(seed).forest
         mask = visible(forest, window).numpy()
         pieces = row_pieces(Intervals.from_arrays(arrays_of(forest, window)))
-        for made in (pieces, cut(pieces, 4)[0]):
+        starts = tile_starts(len(mask), 4), tile_starts(len(mask), 4, pieces)
+        for made in (pieces, *(cut(pieces, one)[0] for one in starts)):
             assert (painted(made, mask.shape) == mask).all() and made.pairs.sum() == mask.sum()
         flipped = transposed(pieces)
         assert (painted(flipped, mask.T.shape) == mask.T).all() and flipped.pairs.sum() == mask.sum()

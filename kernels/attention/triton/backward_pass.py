@@ -78,9 +78,9 @@ def _dq_kernel(
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
-    start = tl.load(entry) * TOKENS
-    index, full = tl.load(entry + 1), tl.load(entry + 2)
-    border, border_end = tl.load(entry + 3), tl.load(entry + 4)
+    start = tl.load(entry)
+    index, full = tl.load(entry + 2), tl.load(entry + 3)
+    border, border_end = tl.load(entry + 4), tl.load(entry + 5)
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
@@ -138,9 +138,9 @@ def _dkdv_kernel(
 ):  # fmt: skip
     """dk, dv or both, as DK and DV say. A listed tile is walked in PARTS tiles of TOKENS tokens."""
     entry = entries + tl.program_id(0) * ENTRY
-    start = tl.load(entry) * KEYS
-    first, full = tl.load(entry + 1), tl.load(entry + 2) * PARTS
-    border, border_end = tl.load(entry + 3) * PARTS, tl.load(entry + 4) * PARTS
+    start = tl.load(entry)
+    first, full = tl.load(entry + 2), tl.load(entry + 3) * PARTS
+    border, border_end = tl.load(entry + 4) * PARTS, tl.load(entry + 5) * PARTS
     kv_head = tl.program_id(1)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
     keys = load_keys(k, start, kv_head, key, col, key_rows, K_ROW, D, DP, False, False)
@@ -191,7 +191,7 @@ def _dkdv_kernel(
             )  # fmt: skip
 
     at = kv_head * D + (tl.cast(start, tl.int64) + key)[:, None] * (KH * D) + col[None, :]
-    mask = (start + key < key_rows)[:, None] & (col < D)[None, :]
+    mask = (key < tl.load(entry + 1))[:, None] & (col < D)[None, :]
     if DK:
         tl.store(dk + at, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
     if DV:

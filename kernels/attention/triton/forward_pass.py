@@ -48,9 +48,9 @@ def _forward_kernel(
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
-    start = tl.load(entry) * TOKENS
-    index, full = tl.load(entry + 1), tl.load(entry + 2)
-    border, border_end = tl.load(entry + 3), tl.load(entry + 4)
+    start = tl.load(entry)
+    index, full = tl.load(entry + 2), tl.load(entry + 3)
+    border, border_end = tl.load(entry + 4), tl.load(entry + 5)
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)

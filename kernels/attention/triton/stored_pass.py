@@ -164,9 +164,9 @@ def _key_product(
     return acc
 
 
-@triton.jit(do_not_specialize=["first_entry", "slots", "query_rows", "key_rows"])
+@triton.jit(do_not_specialize=["first_entry", "slots", "query_rows"])
 def _key_products_kernel(
-    stored, q, dout, dk, dv, entries, items, first_entry, slots, query_rows, key_rows,
+    stored, q, dout, dk, dv, entries, items, first_entry, slots, query_rows,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
     DESCRIBED: tl.constexpr, Q_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
@@ -175,10 +175,10 @@ def _key_products_kernel(
     PACKS: tl.constexpr = QH // KH // PACK
     kv_head = tl.program_id(0) // 2 % KH
     entry = entries + (first_entry + tl.program_id(0) // (2 * KH)) * ENTRY
-    start, first, count = tl.load(entry) * BLOCK, tl.load(entry + 1), tl.load(entry + 2)
+    start, height, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     key, col = tl.arange(0, BLOCK), tl.arange(0, DP)
     at = kv_head * D + (tl.cast(start, tl.int64) + key)[:, None] * (KH * D) + col[None, :]
-    mask = (start + key < key_rows)[:, None] & (col < D)[None, :]
+    mask = (key < height)[:, None] & (col < D)[None, :]
     if tl.program_id(0) % 2 == 0:
         # What earlier waves left is read first: after the products there are no registers for it.
         acc = _key_product(
@@ -255,10 +255,10 @@ def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: f
             KEYS=sizes.keys, ENTRY=ROW_ENTRY, DESCRIBED=described, K_ROW=k.stride(0), V_ROW=v.stride(0),
             num_warps=sizes.warps, num_stages=sizes.stages, **shape,
         )  # fmt: skip
-        _launch_key_products(q, dout, read, dk, dv, blocks, wave, intervals.key_end, shape)
+        _launch_key_products(q, dout, read, dk, dv, blocks, wave, shape)
 
 
-def _launch_key_products(q, dout, stored, dk, dv, blocks: Blocks, wave: Wave, key_end: int, shape: dict) -> None:
+def _launch_key_products(q, dout, stored, dk, dv, blocks: Blocks, wave: Wave, shape: dict) -> None:
     sizes, pack = IN_USE.product, shape["PACK"]
     # A step's rows are whole tokens only where a tile has no rows to spare.
     whole = sizes.rows % pack == 0 and shape["ROWS"] % pack == 0
@@ -266,6 +266,6 @@ def _launch_key_products(q, dout, stored, dk, dv, blocks: Blocks, wave: Wave, ke
     if wave.key_entries[1]:
         _key_products_kernel[(wave.key_entries[1] * 2 * shape["KH"],)](
             stored, *given, dk, dv, blocks.key_entries, blocks.items, wave.key_entries[0], blocks.most, q.shape[0],
-            key_end, STEP=sizes.rows, ENTRY=KEY_ENTRY, DESCRIBED=described,
+            STEP=sizes.rows, ENTRY=KEY_ENTRY, DESCRIBED=described,
             num_warps=sizes.warps, num_stages=sizes.stages, **shape,
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """Tile lists: which tiles of the other axis each owned tile has to visit, and the mask of those on the border.
 
 A kernel owns tiles of one axis (query rows for out and dq, key rows for dk and dv) and walks over tiles of the other,
-the walked axis. Owned tiles are aligned; walked tiles start anywhere, so that a list covers what is visible with few of
-them. A walked tile that every owned row sees is full and needs no mask; the others carry one bit a pair.
+the walked axis. Owned tiles of query rows are aligned; those of keys begin anew where a trunk begins and may be short
+(`pieces.tile_starts`). Walked tiles start anywhere. So a list covers what is visible with few tiles. A walked tile that
+every owned row sees is full and needs no mask; the others carry one bit a pair.
 
 Visibility comes in pieces of the owned rows (`cp_engine.kernels.attention.pieces`). Everything is made in numpy for all
 owned tiles at once: ``coordinate + tile * pitch`` is one axis on which the tiles of different owners cannot meet.
@@ -19,18 +20,19 @@ import numpy as np
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces, transposed
+from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces, tile_starts, transposed
 from cp_engine.kernels.attention.ranges import expand, union
 
 WORD = 64
-ENTRY = 5  # columns of `TileList.entries`
+ENTRY = 6  # columns of `TileList.entries`
 
 
 @dataclass(frozen=True, eq=False)
 class TileList:
     """For one axis, one owned and one walked tile length."""
 
-    entries: torch.Tensor  # int32 [T, ENTRY] heaviest first: owned tile, first range, full tiles, first border, end
+    # int32 [T, ENTRY] heaviest first: first owned row, owned rows, first range, full tiles, first border, border end
+    entries: torch.Tensor
     range_lo: torch.Tensor  # int32 [R + 1] first walked row of a range of full tiles; the last one is never used
     range_tiles: torch.Tensor  # int32 [R + 1]
     border_lo: torch.Tensor  # int32 [B + 1] first walked row of a border tile; the last one is never used
@@ -64,22 +66,23 @@ def _named(axis: str, owned: int, walked: int):
 
 def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) -> TileList:
     """See `tile_list`."""
-    pieces = row_pieces(intervals) if axis == "rows" else transposed(row_pieces(intervals))
-    rows, reach = (intervals.rows, intervals.key_end) if axis == "rows" else (intervals.key_end, intervals.rows)
-    tiles = -(-rows // owned)
-    pieces, tile = cut(pieces, owned)
+    pieces, rows, reach = row_pieces(intervals), intervals.rows, intervals.key_end
+    if axis == "keys":
+        pieces, rows, reach = transposed(pieces), reach, rows
+    starts = tile_starts(rows, owned, pieces if axis == "keys" else None)
+    tiles, height = len(starts), np.diff(np.append(starts, rows))
+    pieces, tile = cut(pieces, starts)
     pitch = reach + 2 * walked
     seen = union(tile * pitch + pieces.lo, tile * pitch + pieces.last_hi)
-    height = np.minimum(owned, rows - owned * np.arange(tiles))
     full_lo, full_tiles = full_ranges(pieces, tile, pitch, height, walked)
     rest = _difference(seen, (full_lo, full_lo + full_tiles * walked))
     border = _cover(rest, pitch, walked)
-    words = mask_words(pieces, tile, pitch, border, rest, owned, walked)
+    words = mask_words(pieces, tile, starts, pitch, border, rest, owned, walked)
     range_ptr = np.searchsorted(full_lo, np.arange(tiles + 1) * pitch)
     border_ptr = np.searchsorted(border, np.arange(tiles + 1) * pitch)
     total = np.append(0, np.cumsum(full_tiles))
     full = total[range_ptr[1:]] - total[range_ptr[:-1]]
-    entries = np.stack([np.arange(tiles), range_ptr[:-1], full, border_ptr[:-1], border_ptr[1:]], 1)
+    entries = np.stack([starts, height, range_ptr[:-1], full, border_ptr[:-1], border_ptr[1:]], 1)
     order = np.argsort(-(full + np.diff(border_ptr)), kind="stable")
 
     def put(x, dtype=np.int32):
@@ -127,8 +130,26 @@ def _cover(rest: tuple[np.ndarray, np.ndarray], pitch: int, walked: int) -> np.n
     return np.repeat(start, count) + walked * expand(np.zeros_like(count), count)
 
 
-def mask_words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray, rest, owned: int, walked: int):
-    """Int8 to int64 [B, W, O]: what each owned row sees in each border tile and no full tile has."""
+def mask_words(
+    pieces: Pieces,
+    tile: np.ndarray,
+    starts: np.ndarray,
+    pitch: int,
+    border: np.ndarray,
+    rest: tuple[np.ndarray, np.ndarray],
+    owned: int,
+    walked: int,
+    own: np.ndarray | None = None,
+) -> np.ndarray:
+    """Int8 to int64 [B, W, O]: what each owned row sees in each border tile.
+
+    Args:
+        pieces, tile, starts: as `cut` makes and takes them.
+        pitch: what a tile is further along the common axis than the one before it.
+        border: ascending starts of the border tiles, on the common axis.
+        rest: ranges that border tiles are for, on the common axis: one may reach into a full one.
+        own: how many walked rows of each border tile count, where the next one begins before its end.
+    """
     per_row = -(-walked // WORD)
     bits = next(bits for bits in (8, 16, 32, 64) if min(walked, WORD) <= bits)
     words = np.zeros((len(border), per_row, owned), f"uint{bits}")
@@ -136,9 +157,8 @@ def mask_words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray,
     which, at = _meetings(base + pieces.lo, base + pieces.last_hi, border, walked)
     place = base[which] - border[at]
     met = pieces.take(which)
-    first_slot = at * (per_row * owned) + met.first - tile[which] * owned
+    first_slot = at * (per_row * owned) + met.first - starts[tile[which]]
     slot, lo, hi = replace(met, first=first_slot, lo=met.lo + place, hi=met.hi + place).by_row()
-    # The ranges that border tiles are for: a border tile may reach into a full one.
     part, at_part = _meetings(*rest, border, walked)
     part_lo, part_hi = rest[0][part] - border[at_part], rest[1][part] - border[at_part]
     for word in range(per_row):
@@ -147,6 +167,8 @@ def mask_words(pieces: Pieces, tile: np.ndarray, pitch: int, border: np.ndarray,
         np.add.at(words.reshape(-1), slot + word * owned, _bits(below, lo - word * WORD, hi - word * WORD))
         wanted = np.zeros(len(border), words.dtype)
         np.add.at(wanted, at_part, _bits(below, part_lo - word * WORD, part_hi - word * WORD))
+        if own is not None:
+            wanted &= _bits(below, np.zeros_like(own), own - word * WORD)
         words[:, word] &= wanted[:, None]
     return words.view(f"int{bits}")
 
