@@ -63,7 +63,7 @@ class Problem:
         extra = rng.integers(0, max(1, count // 100), workload.edges - count)
         predictor = np.sort(np.concatenate([np.arange(count), extra]))
         target = rng.integers(0, workload.vocab, workload.edges)
-        self.tables = edge_tables(np.arange(count), predictor, target, device)
+        self.tables = edge_tables(count, predictor, target, device)
         self.grads = [torch.randn(workload.edges, generator=made, device=device) for _ in range(2)]
 
     @cached_property

@@ -23,7 +23,7 @@ def step_work(rollouts: list[Rollout], packing: PackingConfig, loss: LossConfig,
     return Work(
         tokens=sum(pack.forest.tokens for pack in packs),
         pairs=sum(pack.forest.tree_pairs for pack in packs),
-        predictors=sum(len(plan.loss.predictor_row) for plan in plans),
+        predictors=sum(plan.loss.predictors for plan in plans),
     )
 
 

@@ -51,6 +51,12 @@ def gdn_bytes(plan: ShardPlan, sizes: ExchangedSizes) -> int:
     return total
 
 
+def head_bytes(plan: ShardPlan, sizes: ExchangedSizes) -> int:
+    """Of hidden states to the ranks that score what they predict, and of their gradients."""
+    moved = plan.loss.hidden
+    return int(moved.send_counts.sum() + moved.recv_counts.sum()) * sizes.shape.hidden * sizes.dtype.itemsize
+
+
 def _affine_bytes(plan: GdnPlan, rank: int, heads: GdnHeads, dtype: torch.dtype) -> int:
     """History rows and their gradients; summaries to the ranks that fold a head, states back, and both gradients."""
     e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cp_engine.config import Config
 from cp_engine.distributed.mesh import Mesh
-from cp_engine.exchange_bytes import ExchangedSizes, attention_bytes, gdn_bytes
+from cp_engine.exchange_bytes import ExchangedSizes, attention_bytes, gdn_bytes, head_bytes
 from cp_engine.flops import Work, training_flops
 from cp_engine.machines import peak_flops
 from cp_engine.models.hf_gdn import gdn_heads
@@ -25,7 +25,8 @@ from cp_engine.sharding.layout import rank_pairs
 from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import PackLoss, StepData
 
-COUNTS = ("occurrences", "predictors", "window_pairs", "attention_bytes", "gdn_bytes")  # of the step, by each rank
+# Of the step, by each rank.
+COUNTS = ("occurrences", "predictors", "window_pairs", "attention_bytes", "gdn_bytes", "head_bytes")
 MEANS = ("entropy", "kl_ref", "kl_old", "clipped_high", "clipped_low")  # over the occurrences of the step
 
 
@@ -99,10 +100,11 @@ class StepMeter:
             value = value.double()
             self.device_sums[name] = self.device_sums[name] + value if name in self.device_sums else value
         self.host_sums["occurrences"] += plan.loss.occurrences
-        self.host_sums["predictors"] += len(plan.loss.predictor_row)
+        self.host_sums["predictors"] += plan.loss.predictors
         self.host_sums["window_pairs"] += 0 if plan.window_attention is None else plan.window_attention.pairs
         self.host_sums["attention_bytes"] += attention_bytes(plan, self.model.sizes)
         self.host_sums["gdn_bytes"] += gdn_bytes(plan, self.model.sizes)
+        self.host_sums["head_bytes"] += head_bytes(plan, self.model.sizes)
         per_rank = (placed.layout.rank_token_count, rank_pairs(placed.pack.forest, placed.layout))
         self.largest.append(tuple(int(count.max()) for count in per_rank))
         self.total.append(tuple(int(count.sum()) for count in per_rank))
@@ -147,6 +149,7 @@ class StepMeter:
             "pair_imbalance": float(imbalance[1]),
             "attention_bytes": int(sums["attention_bytes"]),
             "gdn_bytes": int(sums["gdn_bytes"]),
+            "head_bytes": int(sums["head_bytes"]),
             "exchange_wait_ms": 1000 * exchange_waited,
             "plan_ms": 1000 * planning,
             "plan_wait_ms": 1000 * waited,

@@ -42,6 +42,7 @@ class DevicePack:
         window_attention: those of layers with a sliding window; None for a model without such layers.
         gdn: `GdnTables`, None for a model without GDN layers.
         relay: `RelayTables` into the layout of the GDN layers, None where that is the one of all other layers.
+        predictors: `RelayTables` of hidden states to the ranks that score what they predict, [n] rows to [M].
         edges: `EdgeTables` of the E edges that this rank scores.
         occurrence_edge: int64 [O] index into the edges.
         occurrence_rollout: int64 [O] rollout of the pack.
@@ -78,7 +79,8 @@ class DevicePack:
         self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
         self.relay = None if plan.relayout is None else relay_tables(plan.relayout, device)
         loss = plan.loss
-        self.edges = edge_tables(loss.predictor_row, loss.edge_predictor, loss.edge_target, device)
+        self.predictors = relay_tables(loss.hidden, device)
+        self.edges = edge_tables(loss.predictors, loss.edge_predictor, loss.edge_target, device)
         self.occurrence_edge = on_device(loss.occurrence_edge)
         self.occurrence_rollout = on_device(loss.occurrence_rollout)
         self.occurrence_position = on_device(loss.occurrence_position)

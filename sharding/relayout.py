@@ -1,7 +1,7 @@
-"""Moving every token's row from one layout to another: one rank's part.
+"""Moving rows of tokens from their owners to other ranks or other places: one rank's part.
 
-Each token has one owner in either layout, so the move is a permutation of all ranks' rows, and its inverse brings the
-gradients home without a sum. Padding rows do not move.
+A token's row goes to one place, so that the inverse move brings the gradients home without a sum: of every token, from
+one layout to another (`relayout`), or of some (`loss_plan`). Padding rows do not move.
 
 Shapes: n rows of this rank before the move, m after it (padding rows included), P ranks.
 """
@@ -25,6 +25,7 @@ class Relayout:
 
     rows_before: int  # n
     rows_after: int  # m
+    moved: int  # rows that leave their rank, of all ranks
     stay_from: np.ndarray  # int64 rows before the move of the tokens that stay, ascending
     stay_to: np.ndarray  # int64 rows after the move of the same tokens
     send_rows: np.ndarray  # int64 [sum(send_counts)] rows before the move, grouped by receiving rank
@@ -62,6 +63,7 @@ def relayout(before: Layout, after: Layout, rank: int) -> Relayout:
     return Relayout(
         rows_before=int(before.rank_rows[rank]),
         rows_after=int(after.rank_rows[rank]),
+        moved=int(length[source != target].sum()),
         stay_from=rows(before, stays),
         stay_to=rows(after, stays),
         send_rows=rows(before, np.concatenate(leaves)),

@@ -187,7 +187,7 @@ def counted_and_told(sections: dict) -> tuple[int, int]:
     engine = Engine(Config.model_validate(raw | sections), ranks)
     with mock.patch.object(dist, "all_to_all_single", counting):
         figures = engine.train_step(sample())
-    return sum(sent), figures["attention_bytes"] + figures["gdn_bytes"]
+    return sum(sent), sum(figures[f"{part}_bytes"] for part in ("attention", "gdn", "head"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,6 +1,6 @@
 """The one module that distributed engines wrap.
 
-Shapes: n local rows, C hidden size, E edges.
+Shapes: n local rows, C hidden size, M predictors and E edges that this rank scores.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import nn
 
 from cp_engine.kernels.logprob import EdgeTables, edge_logprobs
 from cp_engine.pack import PACK_KEYWORD, DevicePack
+from cp_engine.sharding.exchange.relay import relay_rows
 
 Outputs = Literal["edges", "routers", "edges and routers"]
 
@@ -55,7 +56,8 @@ class TreeCausalLM(nn.Module):
             return logits
         hidden = base.last_hidden_state  # [1, n, C]
         head = self.causal_lm.get_output_embeddings()
-        edges = self.scorer(hidden[0], head, pack.edges, self.causal_lm.config.vocab_size, temperature)
+        predictors = relay_rows(hidden[0], pack.predictors, pack.group)  # [M, C]
+        edges = self.scorer(predictors, head, pack.edges, self.causal_lm.config.vocab_size, temperature)
         return *edges, *logits
 
 

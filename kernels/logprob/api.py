@@ -2,7 +2,7 @@
 
 Two backends: `reference` on any device and for any head, and `triton` for linear heads on GPUs.
 
-Shapes: n local rows, C hidden size, V vocabulary, M predictors, E edges (sorted by predictor).
+Shapes: C hidden size, V vocabulary, M predictors, E edges (sorted by predictor).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class EdgeTables:
-    """Which rows predict which tokens. One logits row per predictor serves all its edges."""
+    """Which predictors predict which tokens. One logits row per predictor serves all its edges."""
 
-    predictor_row: torch.Tensor  # int64 [M] rows of the hidden states
-    edge_predictor: torch.Tensor  # int64 [E] index into predictor_row, ascending
+    edge_predictor: torch.Tensor  # int64 [E] index into the M predictors, ascending
     edge_target: torch.Tensor  # int64 [E] token id
     edge_start: np.ndarray  # int64 [M + 1] first edge of each predictor; on the host, so cutting chunks needs no sync
     edge_ptr: torch.Tensor  # the same on the device
@@ -42,16 +41,15 @@ class EdgeTables:
 
 
 def edge_tables(
-    predictor_row: np.ndarray, edge_predictor: np.ndarray, edge_target: np.ndarray, device: torch.device | str = "cpu"
+    predictors: int, edge_predictor: np.ndarray, edge_target: np.ndarray, device: torch.device | str = "cpu"
 ) -> EdgeTables:
-    """Put the index arrays of the edges (int64 [M], [E] ascending, [E]) on a device."""
+    """Put the index arrays of the edges of M predictors (int64 [E] ascending, [E]) on a device."""
     assert (np.diff(edge_predictor) >= 0).all(), "edges must be sorted by predictor"
-    start = np.searchsorted(edge_predictor, np.arange(len(predictor_row) + 1))
-    row, predictor, target, pointer = (
-        torch.as_tensor(array, dtype=torch.int64, device=device)
-        for array in (predictor_row, edge_predictor, edge_target, start)
+    start = np.searchsorted(edge_predictor, np.arange(predictors + 1))
+    predictor, target, pointer = (
+        torch.as_tensor(array, dtype=torch.int64, device=device) for array in (edge_predictor, edge_target, start)
     )
-    return EdgeTables(row, predictor, target, start, pointer)
+    return EdgeTables(predictor, target, start, pointer)
 
 
 def choose(backend: str, hidden: torch.Tensor, head: nn.Module) -> str:
@@ -94,7 +92,7 @@ def edge_logprobs(
     the head's parameters get zero gradients all the same, so that every rank's backward is the same.
 
     Args:
-        hidden: [n, C] final hidden states of the local rows.
+        hidden: [M, C] final hidden states of the predictors.
         head: the language-model head, [m, C] -> [m, V]. Its hooks are not run: ranks have different numbers of chunks.
         vocab_size: V.
         temperature: the sampling temperature that logits are divided by.
@@ -108,11 +106,9 @@ def edge_logprobs(
     """
     if not 0.0 < temperature < float("inf"):
         raise ValueError(f"temperature must be a positive number, got {temperature}")
-    # Selected once and then split: each chunk's own selection would hand back a gradient of all n rows.
-    selected = hidden.index_select(0, edges.predictor_row)
     if choose(backend, hidden, head) == "triton":
-        return triton.edge_logprobs(selected, head.weight, edges.edge_ptr, edges.edge_target, temperature)
-    return _reference(selected, head, edges, vocab_size, temperature)
+        return triton.edge_logprobs(hidden, head.weight, edges.edge_ptr, edges.edge_target, temperature)
+    return _reference(hidden, head, edges, vocab_size, temperature)
 
 
 def _reference(

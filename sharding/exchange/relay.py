@@ -1,4 +1,4 @@
-"""Moving the hidden states of all tokens from one layout to another, and their gradients back.
+"""Moving hidden states of tokens to other ranks or other places, and their gradients back.
 
 Shapes: n local rows before the move, m after it (padding rows included), C channels.
 """
@@ -21,6 +21,7 @@ class RelayTables:
 
     rows_before: int  # n
     rows_after: int  # m
+    moved: int  # of all ranks
     stay_from: torch.Tensor  # int64
     stay_to: torch.Tensor  # int64
     send_rows: torch.Tensor  # int64
@@ -34,6 +35,7 @@ class RelayTables:
         return RelayTables(
             rows_before=self.rows_after,
             rows_after=self.rows_before,
+            moved=self.moved,
             stay_from=self.stay_to,
             stay_to=self.stay_from,
             send_rows=self.recv_rows,
@@ -43,9 +45,9 @@ class RelayTables:
         )
 
     @property
-    def padded_after(self) -> bool:
-        """Whether the one row after the move is a padding row."""
-        return not (len(self.stay_to) or sum(self.recv_counts))
+    def whole_after(self) -> bool:
+        """Whether every row after the move comes from somewhere; others are zero."""
+        return len(self.stay_to) + sum(self.recv_counts) == self.rows_after
 
 
 def relay_tables(plan: Relayout, device: torch.device | str = "cpu") -> RelayTables:
@@ -55,6 +57,7 @@ def relay_tables(plan: Relayout, device: torch.device | str = "cpu") -> RelayTab
     return RelayTables(
         rows_before=plan.rows_before,
         rows_after=plan.rows_after,
+        moved=plan.moved,
         stay_from=rows(plan.stay_from),
         stay_to=rows(plan.stay_to),
         send_rows=rows(plan.send_rows),
@@ -65,11 +68,11 @@ def relay_tables(plan: Relayout, device: torch.device | str = "cpu") -> RelayTab
 
 
 def relay_rows(x: torch.Tensor, tables: RelayTables, group) -> torch.Tensor:
-    """Rows of this rank's tokens in the layout after the move: [n, C] -> [m, C]. Differentiable.
+    """This rank's rows after the move: [n, C] -> [m, C]. Differentiable.
 
     Every rank of ``group`` must call it, and call backward. Rows and gradients move bit by bit in their own dtype: each
-    token has one row in either layout, so nothing is added. A padding row is zero after the move, and so is its
-    gradient before it.
+    row goes to one place, so nothing is added. A padding row after the move is zero, and so is the gradient of a row
+    that goes nowhere.
     """
     return _Relay.apply(x, tables, group)
 
@@ -88,8 +91,12 @@ class _Relay(torch.autograd.Function):
 
 def _move(x: torch.Tensor, tables: RelayTables, group) -> torch.Tensor:
     assert len(x) == tables.rows_before, f"{len(x)} rows where the plan has {tables.rows_before}"
-    received = all_to_all_rows(x.index_select(0, tables.send_rows), tables.send_counts, tables.recv_counts, group)
-    make = x.new_zeros if tables.padded_after else x.new_empty
+    if not tables.moved and tables.whole_after:
+        return x.index_select(0, tables.stay_from)  # ``stay_to`` ascends
+    make = x.new_empty if tables.whole_after else x.new_zeros
     out = make((tables.rows_after, *x.shape[1:]))
     out.index_copy_(0, tables.stay_to, x.index_select(0, tables.stay_from))
-    return out.index_copy_(0, tables.recv_rows, received)
+    if tables.moved:
+        packed = x.index_select(0, tables.send_rows)
+        out.index_copy_(0, tables.recv_rows, all_to_all_rows(packed, tables.send_counts, tables.recv_counts, group))
+    return out

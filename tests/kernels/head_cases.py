@@ -33,14 +33,18 @@ class HeadCase:
         moved |= {name: getattr(self, name).to(device, dtype) for name in ("hidden", "weight")}
         return replace(self, **moved)
 
+    def selected(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The predictors' rows [M, C]."""
+        return hidden.index_select(0, torch.as_tensor(self.row, device=hidden.device))
+
     def run(self, backend: str, frozen: bool = False) -> tuple[torch.Tensor, ...]:
         """Log-prob, entropy, and gradients of hidden states and weight (not of a frozen one)."""
         hidden = self.hidden.clone().requires_grad_()
         count, width = self.weight.shape
         head = nn.Linear(width, count, bias=False, device="meta")
         head.weight = nn.Parameter(self.weight.clone(), requires_grad=not frozen)
-        tables = edge_tables(self.row, self.predictor, self.target, hidden.device)
-        made = edge_logprobs(hidden, head, tables, count, self.temperature, backend)
+        tables = edge_tables(len(self.row), self.predictor, self.target, hidden.device)
+        made = edge_logprobs(self.selected(hidden), head, tables, count, self.temperature, backend)
         inputs = [hidden] if frozen else [hidden, head.weight]
         given = [x.to(out.dtype) for x, out in zip((self.dlog_prob, self.dentropy), made, strict=True)]
         return *(x.detach() for x in made), *torch.autograd.grad(made, inputs, given)

@@ -116,19 +116,19 @@ def test_a_frozen_weight_and_no_gradients():
     head.weight.data = mine.weight
     with torch.no_grad():
         made = edge_logprobs(
-            mine.hidden, head, edge_tables(mine.row, mine.predictor, mine.target), 50, backend="triton"
+            mine.selected(mine.hidden), head, edge_tables(21, mine.predictor, mine.target), 50, backend="triton"
         )
     assert all(torch.equal(a, b) and b.grad_fn is None for a, b in zip(whole, made, strict=False))
 
 
 def test_a_tied_weight_gets_both_gradients():
     mine, ids = head_case(7).to("cpu", torch.float64), torch.arange(29) % 50
-    tables = edge_tables(mine.row, mine.predictor, mine.target)
+    tables = edge_tables(len(mine.row), mine.predictor, mine.target)
     grads = []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         head = nn.Linear(16, 50, bias=False, dtype=dtype)
         head.weight.data = mine.weight.to(dtype)
-        made = edge_logprobs(head.weight[ids].tanh(), head, tables, 50, backend=backend)
+        made = edge_logprobs(mine.selected(head.weight[ids].tanh()), head, tables, 50, backend=backend)
         sum((x * g).sum() for x, g in zip(made, (mine.dlog_prob, mine.dentropy), strict=True)).backward()
         grads.append(head.weight.grad)
     assert (grads[0] - grads[1]).abs().max() <= BOUND * grads[1].abs().max()
@@ -210,7 +210,7 @@ def sharded_gradients(backend: str) -> list[torch.Tensor]:
 
     rank = dist.get_rank()
     mine = (head_case(10) if rank == 0 else without_edges()).to("cpu", torch.float32)
-    tables = edge_tables(mine.row, mine.predictor, mine.target)
+    tables = edge_tables(len(mine.row), mine.predictor, mine.target)
     layer, lm_head, scorer = nn.Linear(16, 16, bias=False), nn.Linear(16, 50, bias=False), EdgeScorer()
     layer.weight.data, lm_head.weight.data = mine.weight[:16] * 4, mine.weight.clone()
     dist.broadcast(layer.weight.data, 0)
@@ -222,7 +222,7 @@ def sharded_gradients(backend: str) -> list[torch.Tensor]:
             self.layer, self.lm_head, self.scorer = layer, lm_head, scorer
 
         def forward(self, hidden):
-            return self.scorer(self.layer(hidden), self.lm_head, tables, 50, 1.0)
+            return self.scorer(mine.selected(self.layer(hidden)), self.lm_head, tables, 50, 1.0)
 
     whole = fully_shard(Whole(), reshard_after_forward=False)
     chosen = mock.patch.object(tree_causal_lm, "edge_logprobs", partial(edge_logprobs, backend=backend))

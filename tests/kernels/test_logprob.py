@@ -14,11 +14,9 @@ EDGES = {(0, 12): 5, (1, 13): 4, (1, 31): 1, (2, 14): 3, (3, 15): 2, (3, 21): 1,
 
 
 def closed_form_tables():
-    pairs = list(EDGES)
-    rows = sorted({row for row, _ in pairs})
-    return edge_tables(
-        np.array(rows), np.array([rows.index(row) for row, _ in pairs]), np.array([target for _, target in pairs])
-    )
+    """Five predictors, rows 0 to 4."""
+    predictor, target = (np.array(column) for column in zip(*EDGES, strict=True))
+    return edge_tables(5, predictor, target)
 
 
 def random_edges(seed, rows=37, predictors=23, edges=61, vocab=50):
@@ -26,6 +24,11 @@ def random_edges(seed, rows=37, predictors=23, edges=61, vocab=50):
     row = np.sort(rng.choice(rows, predictors, replace=False))
     extra = rng.integers(0, predictors, edges - predictors)
     return row, np.sort(np.concatenate([np.arange(predictors), extra])), rng.integers(0, vocab, edges)
+
+
+def scored(hidden, head, row, predictor, target, *args):
+    """`edge_logprobs` of rows of more hidden states."""
+    return edge_logprobs(hidden[torch.as_tensor(row)], head, edge_tables(len(row), predictor, target), *args)
 
 
 def dense(hidden, head, row, predictor, target, temperature):
@@ -49,7 +52,7 @@ def run(fn, hidden, head, *args):
 def test_uniform_logits_have_the_closed_form_gradient():
     tables = closed_form_tables()
     logits = torch.zeros(9, 64, dtype=torch.float64, requires_grad=True)
-    log_prob, entropy = edge_logprobs(logits, nn.Identity(), tables, 64)
+    log_prob, entropy = edge_logprobs(logits[:5], nn.Identity(), tables, 64)
     assert torch.allclose(log_prob, torch.full((7,), -np.log(64.0), dtype=torch.float64), rtol=1e-15)
     assert torch.allclose(entropy, torch.full((7,), np.log(64.0), dtype=torch.float64), rtol=1e-15)
     (-(log_prob * torch.tensor(list(EDGES.values()))).sum()).backward()
@@ -67,7 +70,7 @@ def test_chunks_equal_the_definition_with_gradients(monkeypatch, chunk_rows):
     head, hidden = nn.Linear(8, 50, dtype=torch.float64), torch.randn(37, 8, dtype=torch.float64)
     edges = random_edges(1)
     expected = run(dense, hidden, head, *edges, 0.7)
-    found = run(edge_logprobs, hidden, head, edge_tables(*edges), 50, 0.7)
+    found = run(scored, hidden, head, *edges, 50, 0.7)
     for a, b in zip(expected, found, strict=True):
         assert (a - b).abs().max() <= 1e-13 * max(1.0, float(a.abs().max()))
 
@@ -84,7 +87,7 @@ def test_no_chunk_exceeds_the_bound_and_backward_recomputes(monkeypatch):
 
     head = Counted(8, 50)
     hidden = torch.randn(37, 8, requires_grad=True)
-    log_prob, _ = edge_logprobs(hidden, head, edge_tables(*random_edges(2)), 50)
+    log_prob, _ = scored(hidden, head, *random_edges(2), 50)
     assert len(sizes) == 5 and max(sizes) <= 250
     log_prob.sum().backward()
     assert len(sizes) == 10 and max(sizes) <= 250
@@ -95,7 +98,7 @@ def test_low_precision_logits_are_reduced_in_float32(dtype):
     torch.manual_seed(0)
     head, hidden = nn.Linear(8, 50, dtype=dtype), torch.randn(37, 8).to(dtype)
     edges = random_edges(3)
-    log_prob, entropy, hidden_grad, *_ = run(edge_logprobs, hidden, head, edge_tables(*edges), 50)
+    log_prob, entropy, hidden_grad, *_ = run(scored, hidden, head, *edges, 50)
     assert log_prob.dtype == entropy.dtype == torch.float32 and hidden_grad.dtype == dtype
     logits = head(hidden[torch.as_tensor(edges[0])]).double()  # rounded to dtype, as the kernel gets them
     z = logits.log_softmax(-1)[torch.as_tensor(edges[1]), torch.as_tensor(edges[2])]
@@ -105,7 +108,7 @@ def test_low_precision_logits_are_reduced_in_float32(dtype):
 def test_a_rank_without_predictors_gives_zero_gradients_to_everything():
     head, hidden = nn.Linear(8, 50), torch.randn(1, 8, requires_grad=True)
     empty = np.empty(0, np.int64)
-    log_prob, entropy = edge_logprobs(hidden, head, edge_tables(empty, empty, empty), 50)
+    log_prob, entropy = scored(hidden, head, empty, empty, empty, 50)
     assert log_prob.shape == entropy.shape == (0,)
     (log_prob.sum() + entropy.sum()).backward()
     assert hidden.grad is not None and not hidden.grad.any()
@@ -115,11 +118,11 @@ def test_a_rank_without_predictors_gives_zero_gradients_to_everything():
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_temperature_must_be_positive(temperature):
     with pytest.raises(ValueError, match="temperature must be a positive number"):
-        edge_logprobs(torch.zeros(9, 64), nn.Identity(), closed_form_tables(), 64, temperature)
+        edge_logprobs(torch.zeros(5, 64), nn.Identity(), closed_form_tables(), 64, temperature)
 
 
 def test_refusals_of_triton_name_the_remedy():
-    hidden, head = torch.zeros(9, 8), nn.Linear(8, 64, bias=False)
+    hidden, head = torch.zeros(5, 8), nn.Linear(8, 64, bias=False)
     with pytest.raises(ValueError, match="backend must be one of auto, reference, triton; got 'eager'"):
         edge_logprobs(hidden, head, closed_form_tables(), 64, backend="eager")
     with pytest.raises(ValueError, match="triton needs a GPU, or TRITON_INTERPRET=1 before the start; .* on cpu"):

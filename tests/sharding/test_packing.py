@@ -254,7 +254,7 @@ def test_an_empty_pack_plans_and_refers_to_nothing(world, exchange, gdn_exchange
     for rank in range(world):
         plan = shard_plan(pack.forest, layout, rank, pack.loss_mask, exchange, gdn_exchange, 4)
         assert plan.rows == 1 and plan.tokens == plan.attention.pairs == plan.gdn.fragments == 0
-        assert plan.loss.edges == plan.loss.occurrences == len(plan.loss.predictor_row) == 0
+        assert plan.loss.edges == plan.loss.occurrences == plan.loss.predictors == 0
         assert plan.attention.fetch.rows_in == plan.attention.fetch.rows_out == plan.gdn.history_fetch.rows_in == 0
         assert not plan.gdn.fold.exit_counts.any() and not plan.gdn.fold.entry_counts.any()
 

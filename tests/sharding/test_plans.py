@@ -18,6 +18,25 @@ from tests.forests import Rows, chain_forest, closed_form_rows, comb_rows, rando
 from tests.sharding.plan_cases import SEEDS, case, rank_rows
 
 
+def moved_predictors(layout, moves):
+    """Tokens whose rows each rank has after the moves, as an all-to-all-v executes them."""
+    after = []
+    for rank, move in enumerate(moves):
+        here, before = np.full(move.rows_after, -1), np.array(rank_rows(layout, rank), np.int64)
+        here[move.stay_to] = before[move.stay_from]
+        arrived = []
+        for peer, other in enumerate(moves):
+            start = int(other.send_counts[:rank].sum())
+            sent = other.send_rows[start : start + other.send_counts[rank]]
+            assert len(sent) == move.recv_counts[peer]
+            arrived.append(np.array(rank_rows(layout, peer), np.int64)[sent])
+        here[move.recv_rows] = np.concatenate(arrived)
+        assert (here >= 0).all()
+        after.append(here)
+    assert {move.moved for move in moves} == {sum(int(move.send_counts.sum()) for move in moves)}
+    return after
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_loss_plan(seed):
     rows, layout = case(seed)
@@ -30,12 +49,16 @@ def test_loss_plan(seed):
                 expected[rollout, position, nodes[position - 1], node] += 1
     found = Counter()
     edges: set[tuple[int, int]] = set()
+    plans = [loss_plan(rows.forest, layout, rank, mask) for rank in range(layout.world)]
+    predictors = moved_predictors(layout, [plan.hidden for plan in plans])
+    assert np.ptp([plan.predictors for plan in plans]) <= 1
     for rank in range(layout.world):
-        plan = loss_plan(rows.forest, layout, rank, mask)
-        assert (np.diff(plan.predictor_row) > 0).all() and (np.diff(plan.occurrence_rollout) >= 0).all()
+        plan = plans[rank]
+        assert (np.diff(predictors[rank]) > 0).all()
+        assert (np.diff(plan.occurrence_rollout) >= 0).all()
         assert (np.diff(plan.edge_predictor) >= 0).all()
-        predictor = np.array(rank_rows(layout, rank))[plan.predictor_row[plan.edge_predictor]]
-        assert set(plan.edge_predictor.tolist()) == set(range(len(plan.predictor_row)))
+        predictor = predictors[rank][plan.edge_predictor]
+        assert set(plan.edge_predictor.tolist()) == set(range(plan.predictors))
         assert plan.edge_target.tolist() == rows.forest.token[plan.edge_token].tolist()
         here = list(zip(predictor.tolist(), plan.edge_token.tolist(), strict=True))
         assert edges.isdisjoint(here) and len(set(here)) == plan.edges
@@ -67,7 +90,7 @@ def test_first_tokens_never_count():
     only_first = np.zeros(23, bool)
     only_first[rows.row_start[:-1]] = True
     plan = loss_plan(rows.forest, contiguous_layout(rows.forest, 1), 0, only_first)
-    assert (plan.edges, plan.occurrences, len(plan.predictor_row)) == (0, 0, 0)
+    assert (plan.edges, plan.occurrences, plan.predictors) == (0, 0, 0)
 
 
 def test_a_parent_and_its_children_on_three_ranks():
@@ -93,7 +116,8 @@ def test_a_rank_without_tokens_has_one_padding_row():
         assert plan.token_id.tolist() == plan.position.tolist() == [0]
         assert plan.attention.pairs == 0 and plan.attention.gather.intervals.of_row(0) == []
         assert plan.gdn.fragments == 0 and plan.gdn.fragment_row.tolist() == [0]
-        assert plan.loss.edges == plan.loss.occurrences == 0
+        # Of the five predictors it scores its share, all of whose hidden states come from the second rank.
+        assert plan.loss.predictors == plan.loss.hidden.recv_counts[1] == {0: 2, 2: 1}[rank]
 
 
 @pytest.mark.parametrize("gdn_exchange", ["affine", "ulysses"])

@@ -174,9 +174,29 @@ def dropped_branch_edges():
     return mock.patch.object(tree_causal_lm, "edge_logprobs", cut)
 
 
+def lost_predictor_gradients():
+    """Gradients of hidden states that another rank's head read do not come home."""
+    move = tree_causal_lm.relay_rows
+
+    def lost(x, tables, group):
+        rows = move(x, tables, group)
+        stays = torch.zeros(len(rows), 1, dtype=torch.bool)
+        stays[tables.stay_to] = True
+        return torch.where(stays, rows, rows.detach())
+
+    return mock.patch.object(tree_causal_lm, "relay_rows", lost)
+
+
 FAULTS = {
     f.__name__: f
-    for f in (forgotten_entry_state, forgotten_parent_state, tiled_kv_heads, detached_exchange, dropped_branch_edges)
+    for f in (
+        forgotten_entry_state,
+        forgotten_parent_state,
+        tiled_kv_heads,
+        detached_exchange,
+        dropped_branch_edges,
+        lost_predictor_gradients,
+    )
 }
 
 
@@ -189,6 +209,7 @@ FAULTS = {
         ("detached_exchange", 2, "tiny-qwen3", {}),
         ("dropped_branch_edges", 1, "tiny-qwen3", {}),
         ("dropped_branch_edges", 2, "tiny-qwen3.5", {}),
+        ("lost_predictor_gradients", 3, "tiny-qwen3", {"layout": "contiguous"}),
     ],
 )
 def test_planted_faults_make_verify_fail(fault, world, model, options):
