@@ -139,6 +139,7 @@ def sizes_of_config(config: dict, where: str) -> ModelSizes:
     recurrent = kinds.count("linear_attention")
     if recurrent == layers:
         raise ValueError(f"{where}: field layer_types: expected at least one layer of attention, got none")
+    windows = kinds.count("sliding_attention")
     active, stored = _mlp_widths(config, field, layers)
     sizes = {}
     if recurrent:
@@ -155,7 +156,8 @@ def sizes_of_config(config: dict, where: str) -> ModelSizes:
         hidden=hidden,
         mlp_width=active // layers,
         attention_layers=layers - recurrent,
-        window_layers=kinds.count("sliding_attention"),
+        window_layers=windows,
+        window=field("sliding_window") if windows else None,
         query_heads=heads,
         kv_heads=field("num_key_value_heads", heads),
         head_dim=field("head_dim", hidden // heads),

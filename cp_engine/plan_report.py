@@ -244,7 +244,8 @@ def _gdn_layout(placement: Placement) -> dict:
 def _layers(time_of: ExchangeTime) -> dict:
     """Milliseconds of one layer of each type on its slowest rank, and of the moves around one run of GDN layers."""
     found = {}
-    for name, parts in (("attention", time_of.attention), ("gdn", time_of.gdn), ("relay", time_of.relay)):
+    kinds = {"attention": time_of.attention, "window": time_of.window, "gdn": time_of.gdn, "relay": time_of.relay}
+    for name, parts in kinds.items():
         if parts is not None:
             slow = [(part, int(part.total.argmax())) for part in parts]
             found[name] = {

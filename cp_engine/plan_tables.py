@@ -14,6 +14,7 @@ MOST_RANKS = 32  # ranks that get a line each; of more ranks only the smallest, 
 SWEEP_COLUMNS = ("GiB", "step ms", "exposed ms", "speed-up", "efficiency")
 _LAYER_NAMES = {
     "attention": "one attention layer",
+    "window": "one attention layer with a sliding window",
     "gdn": "one gdn layer",
     "relay": "moving hidden states around one run of gdn layers",
 }

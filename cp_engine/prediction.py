@@ -21,6 +21,7 @@ from cp_engine.sharding.cost import (
     LayerTime,
     ModelShape,
     affine_time,
+    attention_parts,
     gather_time,
     head_groups,
     kernel_time,
@@ -32,7 +33,19 @@ from cp_engine.sharding.exchange_choice import MERGE_PASSES, choose_exchange
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_layout import GdnLayout, place_layers
 from cp_engine.sharding.layout import Layout, contiguous_layout
-from cp_engine.sharding.measure import CHUNK, TILE, Figures, RecurrentFigures, Survey, measure, traffic
+from cp_engine.sharding.measure import (
+    CHUNK,
+    TILE,
+    Figures,
+    RecurrentFigures,
+    Survey,
+    measure,
+    traffic,
+    whole_tiles,
+    window_pairs,
+    window_tiles,
+    windowed_rows,
+)
 
 EXCHANGE_CHOICES = ("auto", *EXCHANGES)
 LAYOUT_CHOICES = ("balanced", "contiguous")
@@ -86,13 +99,14 @@ class ExchangeTime:
     exchange: str
     shape: ModelShape
     attention: Directions
+    window: Directions | None  # of attention layers with a sliding window, where there are any
     gdn: Directions | None
     relay: Directions | None  # hidden states into the layout of one run of recurrent layers and back
     buffer_bytes: int  # of the exchange, most on any rank, one layer at a time
 
     def layers(self) -> list[tuple[int, LayerTime]]:
         """Each direction of each type of layer, with how many layers there are."""
-        found = [(self.shape.attention_layers, part) for part in self.attention]
+        found = attention_parts(self.attention, self.window, self.shape)
         found += [(self.shape.gdn_layers, part) for part in self.gdn or ()]
         return found + [(self.shape.gdn_runs, part) for part in self.relay or ()]
 
@@ -127,16 +141,25 @@ class Predictor:
 
     def times(self, machine: Machine) -> dict[str, ExchangeTime]:
         """Each exchange that can run; on one rank they are the same, since nothing moves."""
+        gdn, relay = self._recurrent(_shared_link(machine, self.placement.world).costs)
+        figures = self.placement.figures
+        full, window = self._attention(machine, figures, self.rows), {}
+        if figures.windowed is not None:
+            window = self._attention(machine, figures.windowed, windowed_rows(self.rows, figures))
+        return {
+            name: ExchangeTime(name, self.model, time, window[name][0] if window else None, gdn, relay, held)
+            for name, (time, held) in full.items()
+        }
+
+    def _attention(self, machine: Machine, figures: Figures, rows: np.ndarray) -> dict[str, tuple[Directions, int]]:
+        """One softmax-attention layer by each exchange, and the bytes of its buffers."""
         world = self.placement.world
-        shared = _shared_link(machine, world)
-        gdn, relay = self._recurrent(shared.costs)
         if world == 1:
-            found = dict.fromkeys(EXCHANGES, self._gather(machine))
-        else:
-            found = {"gather": self._gather(machine), "ring": self._ring(machine)}
-            if "ulysses" not in self.refused:
-                found["ulysses"] = self._ulysses(shared)
-        return {name: ExchangeTime(name, self.model, time, gdn, relay, held) for name, (time, held) in found.items()}
+            return dict.fromkeys(EXCHANGES, self._gather(machine, figures, rows))
+        found = {"gather": self._gather(machine, figures, rows), "ring": self._ring(machine, figures, rows)}
+        if "ulysses" not in self.refused:
+            found["ulysses"] = self._ulysses(_shared_link(machine, world), figures)
+        return found
 
     def _recurrent(self, costs: Costs) -> tuple[Directions | None, Directions | None]:
         """One recurrent layer, and the moves around a run of them."""
@@ -148,14 +171,14 @@ class Predictor:
         time = recurrent_time(own.tokens, own.recurrent, self.model, costs)
         return time, relay_time(own.moved, self.model, costs)
 
-    def _gather(self, machine: Machine) -> tuple[Directions, int]:
-        figures, model, costs = self.placement.figures, self.model, machine.costs
+    def _gather(self, machine: Machine, figures: Figures, rows: np.ndarray) -> tuple[Directions, int]:
+        model, costs = self.model, machine.costs
         held = int((figures.tokens + figures.rows_in).max())
         groups = head_groups(figures, model)
         held = held * (2 * model.kv_row_bytes + model.kv_gradient_bytes) // groups
-        far = np.where(_crosses(machine, self.placement.world), self.rows, 0)
+        far = np.where(_crosses(machine, self.placement.world), rows, 0)
         if far.any():
-            near = self.rows - far
+            near = rows - far
             near_mib = max(1, costs.pull_mib)  # links that cost nothing have a price of 0
             rows_in = np.maximum(near.sum(1), far.sum(1) * machine.between_mib // near_mib)
             rows_out = np.maximum(near.sum(0), far.sum(0) * machine.between_mib // near_mib)
@@ -164,10 +187,9 @@ class Predictor:
             figures, costs = replace(figures, rows_in=rows_in, rows_out=rows_out), replace(costs, pull_latency=latency)
         return gather_time(figures, model, costs, groups), held
 
-    def _ring(self, machine: Machine) -> tuple[Directions, int]:
+    def _ring(self, machine: Machine, figures: Figures, rows: np.ndarray) -> tuple[Directions, int]:
         """Rounds in which one peer's rows are attended to while the next peer's travel; partial results are merged."""
-        figures, model, costs, rows = self.placement.figures, self.model, machine.costs, self.rows
-        world = len(rows)
+        model, costs, world = self.model, machine.costs, len(rows)
         crosses = _crosses(machine, world)
         received = _rounds(rows)
         used = (received > 0).sum(0)
@@ -194,12 +216,12 @@ class Predictor:
         held = int(received.max()) * (2 * model.kv_row_bytes + model.kv_gradient_bytes)
         return (parts[0], parts[1]), held
 
-    def _ulysses(self, machine: Machine) -> tuple[Directions, int]:
+    def _ulysses(self, machine: Machine, figures: Figures) -> tuple[Directions, int]:
         """All tokens for a share of the heads, between two all-to-alls that nothing hides."""
-        figures, model, costs, world = self.placement.figures, self.model, machine.costs, self.placement.world
+        model, costs, world = self.model, machine.costs, self.placement.world
         query, kv = model.query_heads // world, max(1, model.kv_heads // world)
-        above = self.placement.survey.tiles_above
-        kernel = kernel_time(int(above[-1]), len(above) - 1, query, model, costs)
+        survey = self.placement.survey
+        kernel = kernel_time(whole_tiles(survey, figures), len(survey.tiles_above) - 1, query, model, costs)
         alone = token_time(figures.tokens, model.attention_products, model, costs)
         # Queries and results, keys and values of the heads that other ranks compute; as much comes back in backward.
         row = 2 * (query + kv) * (world - 1) * model.head_dim * model.element_bytes
@@ -238,7 +260,7 @@ def _rounds(rows: np.ndarray, back: bool = False) -> np.ndarray:
 def one_gpu_time(forest: Forest, model: ModelShape, machine: Machine) -> int:
     """Nanoseconds of all layers for the whole forest on one GPU, were its memory large enough."""
     survey, layout = Survey(forest), contiguous_layout(forest, 1)
-    return _step_alone(measure(survey, layout), model, machine)
+    return _step_alone(measure(survey, layout, window=model.window), model, machine)
 
 
 def flat_time(length: np.ndarray, model: ModelShape, machine: Machine) -> int:
@@ -257,9 +279,16 @@ def flat_time(length: np.ndarray, model: ModelShape, machine: Machine) -> int:
         rows_out=nothing,
         recurrent=RecurrentFigures(chunks, nothing, nothing, nothing),
     )
+    if model.window is not None:
+        seen = window_pairs(length, model.window).sum(keepdims=True)
+        tiles = window_tiles(tiles, tokens, pairs, seen)
+        figures = replace(figures, windowed=replace(figures, pairs=seen, tiles=tiles))
     return _step_alone(figures, model, machine)
 
 
 def _step_alone(figures: Figures, model: ModelShape, machine: Machine) -> int:
     gdn = affine_time(figures, model, machine.costs) if model.gdn_layers else None
-    return ExchangeTime("gather", model, gather_time(figures, model, machine.costs), gdn, None, 0).step
+    full, window = (
+        None if found is None else gather_time(found, model, machine.costs) for found in (figures, figures.windowed)
+    )
+    return ExchangeTime("gather", model, full, window, gdn, None, 0).step

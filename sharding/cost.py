@@ -83,7 +83,8 @@ class ModelShape:
     query_heads: int
     kv_heads: int
     head_dim: int
-    window_layers: int = 0  # attention layers with a sliding window; times are those of layers without one
+    window_layers: int = 0  # attention layers with a sliding window
+    window: int | None = None  # tokens that a row of these sees, itself included
     gdn_layers: int = 0
     gdn_runs: int = 0  # runs of consecutive recurrent layers
     gdn_key_heads: int = 0
@@ -189,6 +190,7 @@ class StepTime:
     attention: tuple[LayerTime, LayerTime]  # forward, backward
     gdn: tuple[LayerTime, LayerTime] | None
     step: int  # nanoseconds of all layers, forward and backward
+    window: tuple[LayerTime, LayerTime] | None = None  # of attention layers with a sliding window, where there are any
 
     @property
     def exposed_share(self) -> float:
@@ -241,14 +243,23 @@ def _head_groups(rows: int, tokens: int, pairs: int, shape: ModelShape) -> int:
     )
 
 
+def attention_parts(
+    full: tuple[LayerTime, LayerTime], window: tuple[LayerTime, LayerTime] | None, shape: ModelShape
+) -> list[tuple[int, LayerTime]]:
+    """Each direction of attention layers without and with a sliding window, with how many layers there are."""
+    windowed = 0 if window is None else shape.window_layers
+    return [(shape.attention_layers - windowed, part) for part in full] + [(windowed, part) for part in window or ()]
+
+
 def step_time(figures: Figures, shape: ModelShape, costs: Costs = H200) -> StepTime:
     """Simulate one step of a layout under the exchanges ``gather`` and ``affine``."""
     attention = gather_time(figures, shape, costs)
+    window = None if figures.windowed is None else gather_time(figures.windowed, shape, costs)
     gdn = affine_time(figures, shape, costs) if shape.gdn_layers else None
-    step = sum(int(part.total.max()) for part in attention) * shape.attention_layers
+    step = sum(count * int(part.total.max()) for count, part in attention_parts(attention, window, shape))
     if gdn is not None:
         step += sum(int(part.total.max()) for part in gdn) * shape.gdn_layers
-    return StepTime(attention, gdn, step)
+    return StepTime(attention, gdn, step, window)
 
 
 def token_time(tokens: np.ndarray, products: int, shape: ModelShape, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
@@ -370,7 +381,7 @@ def _head_scale(shape: ModelShape) -> int:
 
 def rank_time(time: StepTime, shape: ModelShape) -> np.ndarray:
     """int64 [P]: each rank's own time of all layers, were it never to wait for the others."""
-    total = sum(part.total for part in time.attention) * shape.attention_layers
+    total = sum(count * part.total for count, part in attention_parts(time.attention, time.window, shape))
     if time.gdn is not None:
         total = total + sum(part.total for part in time.gdn) * shape.gdn_layers
     return total

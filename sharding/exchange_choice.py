@@ -23,7 +23,7 @@ from cp_engine.sharding.cost import (
     token_time,
 )
 from cp_engine.sharding.layout import Layout
-from cp_engine.sharding.measure import TILE, Figures, Survey, measure, traffic
+from cp_engine.sharding.measure import TILE, Figures, Survey, measure, traffic, whole_tiles, windowed_rows
 
 # Passes of a ring round over the output in accumulation dtype: the partial one and the sum so far are read, the sum
 # is written.
@@ -36,7 +36,8 @@ class ExchangeChoice:
 
     exchange: str  # gather, ring or ulysses
     reason: str
-    predicted: dict[str, int]  # nanoseconds of one layer, forward and backward, of each exchange that can run
+    predicted: dict[str, int]  # nanoseconds of one layer, forward and backward, the mean of layers with and without
+    # windows, of each exchange that can run
     refused: dict[str, str]  # why an exchange cannot run
 
 
@@ -53,23 +54,26 @@ def choose_exchange(
     """
     if layout.world == 1:
         return ExchangeChoice("gather", "one rank: nothing moves", {}, {})
-    figures = measure(survey, layout, recurrent=False)
+    figures = measure(survey, layout, recurrent=False, window=model.window)
     rows = traffic(survey, layout)
     np.fill_diagonal(rows, 0)
-    times = {"gather": _gather(figures, model, costs), "ring": _ring(figures, rows, model, costs)}
     memory = {"gather": _gather_bytes(figures, model), "ring": _ring_bytes(rows, model)}
     refused = {}
     unequal = _head_problem(model, layout.world)
     if unequal:
         refused["ulysses"] = unequal
     else:
-        times["ulysses"] = _ulysses(survey, figures, layout.world, model, costs)
         memory["ulysses"] = _ulysses_bytes(layout, model)
+    times = _times(survey, figures, rows, model, costs)
+    if figures.windowed is not None:
+        windowed = _times(survey, figures.windowed, windowed_rows(rows, figures), model, costs)
+        full, layers = model.attention_layers - model.window_layers, model.attention_layers
+        times = {name: (full * times[name] + model.window_layers * windowed[name]) // layers for name in times}
     if memory_bytes is not None:
         for name, need in memory.items():
             if need > memory_bytes:
                 refused[name] = f"needs {_mib(need)} of buffers, over the budget of {_mib(memory_bytes)}"
-    predicted = {name: int(time) for name, time in times.items() if name not in refused}
+    predicted = {name: time for name, time in times.items() if name not in refused}
     if not predicted:
         raise ValueError(
             f"no exchange fits into {_mib(memory_bytes)} of buffers a layer: "
@@ -78,6 +82,15 @@ def choose_exchange(
         )
     best = min(predicted, key=lambda name: predicted[name])  # gather before ring before ulysses where equal
     return ExchangeChoice(best, _reason(best, predicted, refused), predicted, refused)
+
+
+def _times(survey: Survey, figures: Figures, rows: np.ndarray, model: ModelShape, costs: Costs) -> dict[str, int]:
+    """Nanoseconds of one layer by each exchange that its heads allow."""
+    world = len(rows)
+    times = {"gather": _gather(figures, model, costs), "ring": _ring(figures, rows, model, costs)}
+    if _head_problem(model, world) is None:
+        times["ulysses"] = _ulysses(survey, figures, world, model, costs)
+    return times
 
 
 def _reason(best: str, predicted: dict[str, int], refused: dict[str, str]) -> str:
@@ -157,7 +170,7 @@ def _shard_heads(model: ModelShape, world: int) -> tuple[int, int]:
 def _ulysses(survey: Survey, figures: Figures, world: int, model: ModelShape, costs: Costs) -> int:
     """All tokens for a share of the heads, between two all-to-alls that nothing hides."""
     query, kv = _shard_heads(model, world)
-    tiles = int(survey.tiles_above[-1])
+    tiles = whole_tiles(survey, figures)
     kernel = kernel_time(tiles, len(survey.tiles_above) - 1, query, model, costs)
     tokens = token_time(figures.tokens, model.attention_products, model, costs)
     # Queries and results, keys and values of the heads that other ranks compute; as much comes back in backward.

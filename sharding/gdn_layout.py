@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_engine.sharding.cost import H200, Costs, LayerTime, ModelShape, StepTime, recurrent_time, relay_time, step_time
+from cp_engine.sharding.cost import (
+    H200,
+    Costs,
+    LayerTime,
+    ModelShape,
+    StepTime,
+    attention_parts,
+    recurrent_time,
+    relay_time,
+    step_time,
+)
 from cp_engine.sharding.deal import snapped_layout
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
@@ -121,7 +131,7 @@ def _placed(
         survey, layout, method = Survey(found.forest), found.layout, found.method
         if not attention_alone:
             return PlacedLayers(survey, layout, method, found.figures, found.time, None, "", found.time.step)
-    figures = measure(survey, layout)
+    figures = measure(survey, layout, window=model.window)
     time = step_time(figures, model, costs)
     return PlacedLayers(survey, layout, method, figures, time, None, "", time.step)
 
@@ -136,7 +146,7 @@ def _most_gain(time: StepTime, model: ModelShape) -> int:
     def waits(part: LayerTime) -> int:
         return int(part.total.max()) - int(part.compute.min())
 
-    attention = sum(waits(part) for part in time.attention) * model.attention_layers
+    attention = sum(count * waits(part) for count, part in attention_parts(time.attention, time.window, model))
     return attention + sum(waits(part) for part in time.gdn) * model.gdn_layers
 
 
@@ -149,7 +159,8 @@ def _least_relay(forest: Forest, world: int, model: ModelShape, costs: Costs) ->
 def _with_own(base: PlacedLayers, model: ModelShape, costs: Costs) -> PlacedLayers:
     """The placement with the best layout that is found for the recurrent layers; with none if none is better balanced
     than allowed or differs from the layout of the others."""
-    attention = sum(int(part.total.max()) for part in base.time.attention) * model.attention_layers
+    parts = attention_parts(base.time.attention, base.time.window, model)
+    attention = sum(count * int(part.total.max()) for count, part in parts)
     best: GdnLayout | None = None
     for name, layout in _candidates(base.survey, base.layout, model, costs).items():
         if layout.rank_token_count.max() * layout.world * 100 > layout.tokens * (100 + MOST_TOKENS_PERCENT):

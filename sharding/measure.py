@@ -8,7 +8,7 @@ sorted array holds the intervals of all ranks and those of two ranks never touch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +42,7 @@ class Figures:
     rows_in: np.ndarray  # visible rows of other ranks
     rows_out: np.ndarray  # own rows that other ranks see, counted once for each of them
     recurrent: RecurrentFigures | None  # None where nobody asked
+    windowed: Figures | None = None  # of a layer with a sliding window, see `windowed_figures`
 
     @property
     def busiest_rows(self) -> int:
@@ -106,6 +107,15 @@ class Survey:
         m = token - self.start[segment]
         return self.pairs_above[segment] + m * self.depth[segment] + m * (m + 1) // 2
 
+    def window_pairs_before(self, token: np.ndarray, window: int) -> np.ndarray:
+        """Pairs that a layer with a sliding window sees."""
+        depth = self.forest.depth
+        ends = depth + self.forest.segment_length
+        above = np.concatenate([[0], np.cumsum(window_pairs(ends, window) - window_pairs(depth, window))])
+        segment = self.segment(token)
+        ends = depth[segment] + token - self.start[segment]
+        return above[segment] + window_pairs(ends, window) - window_pairs(depth[segment], window)
+
     def depth_of(self, token: np.ndarray, segment: np.ndarray | None = None) -> np.ndarray:
         """Tokens above each token."""
         segment = self.segment(token) if segment is None else segment
@@ -153,12 +163,56 @@ class _KeyedSet:
         return np.where(at >= 0, inside, 0) - self.first[rank]
 
 
-def measure(survey: Survey, layout: Layout, recurrent: bool = True) -> Figures:
-    """Count everything that the cost model prices; without ``recurrent`` the counts of recurrent layers are None."""
+def window_pairs(length: np.ndarray, window: int) -> np.ndarray:
+    """Pairs of the first ``length`` rows of a path, of which each sees its last ``window`` tokens, itself included."""
+    growing = np.minimum(length, window)
+    return growing * (growing + 1) // 2 + (length - growing) * window
+
+
+def window_tiles(tiles: np.ndarray, tokens: np.ndarray, pairs: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Estimated tiles of a layer whose window leaves ``seen`` of the pairs: as many of the tiles, and one more a query
+    tile, since the window's far end cuts tiles too."""
+    share = (seen << 20) // np.maximum(1, pairs)
+    return np.minimum(tiles, (tiles * share >> 20) + -(-tokens // TILE))
+
+
+def windowed_figures(survey: Survey, layout: Layout, figures: Figures, window: int) -> Figures:
+    """Counts of a layer with a sliding window: pairs exactly, tiles by `window_tiles`, rows as on a chain, where the
+    first row of each piece fetches the rest of its window; rows go out in the proportion in which they come in."""
+    seen = _sum_by(layout.piece_rank, np.diff(survey.window_pairs_before(layout.piece_start, window)), layout.world)
+    rows_in = np.minimum(figures.rows_in, figures.pieces * (window - 1))
+    return replace(
+        figures,
+        pairs=seen,
+        tiles=window_tiles(figures.tiles, figures.tokens, figures.pairs, seen),
+        rows_in=rows_in,
+        rows_out=figures.rows_out * rows_in.sum() // max(1, figures.rows_in.sum()),
+    )
+
+
+def whole_tiles(survey: Survey, figures: Figures) -> int:
+    """Tiles of the whole forest on one rank, in a layer that sees the pairs of ``figures``."""
+    tiles, tokens, pairs = (np.array(x) for x in (survey.tiles_above[-1], survey.forest.tokens, survey.pairs_above[-1]))
+    return int(window_tiles(tiles, tokens, pairs, figures.pairs.sum()))
+
+
+def windowed_rows(rows: np.ndarray, figures: Figures) -> np.ndarray:
+    """int64 [P, P]: of the `traffic` of a layer without a window, what one with a window moves; each reader's share of
+    every owner's rows alike."""
+    return rows * figures.windowed.rows_in[:, None] // np.maximum(1, figures.rows_in)[:, None]
+
+
+def measure(survey: Survey, layout: Layout, recurrent: bool = True, window: int | None = None) -> Figures:
+    """Count everything that the cost model prices.
+
+    Args:
+        recurrent: count for recurrent layers too.
+        window: tokens that a row of a sliding-window layer sees; None for a model without such layers.
+    """
     world, rank = layout.world, layout.piece_rank
     keys, own = _key_sets(survey, layout)
     tile_rank, tiles = _tiles(survey, layout, keys, own)
-    return Figures(
+    found = Figures(
         tokens=own.count,
         pieces=np.bincount(rank, minlength=world),
         pairs=_sum_by(rank, np.diff(survey.pairs_before(layout.piece_start)), world),
@@ -167,6 +221,7 @@ def measure(survey: Survey, layout: Layout, recurrent: bool = True) -> Figures:
         rows_out=_traffic(keys, layout).sum(0) - own.count,
         recurrent=_recurrent(survey, layout, own) if recurrent else None,
     )
+    return found if window is None else replace(found, windowed=windowed_figures(survey, layout, found, window))
 
 
 def measure_recurrent(survey: Survey, layout: Layout) -> tuple[np.ndarray, RecurrentFigures]:

@@ -106,7 +106,7 @@ class _Judge:
         return split_prices(self.pairs, self.tokens, self.model, self.costs)
 
     def candidate(self, name: str, survey: Survey, layout: Layout) -> Candidate:
-        figures = measure(survey, layout, recurrent=self.model.gdn_layers > 0)
+        figures = measure(survey, layout, self.model.gdn_layers > 0, self.model.window)
         time = step_time(figures, self.model, self.costs)
         found = Candidate(name, survey, layout, figures, time, self._violation(figures))
         if not found.violation:
