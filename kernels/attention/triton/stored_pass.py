@@ -57,7 +57,7 @@ def _in_registers(tile, STEP: tl.constexpr):
 
 @triton.jit
 def _scores_step(
-    acc, stored, queries, grads, keys, values, lse2, delta, seen, scale_log2, p_row, ds_row, column,
+    acc, stored, queries, grads, keys, values, lse2, delta, seen, scale_log2, store_row, column,
     BORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store p and ds of a step, [ROWS, KEYS], in the dtype of the inputs; add ds k to ``acc``."""
@@ -68,9 +68,9 @@ def _scores_step(
         weights = tl.where(seen, weights, 0.0)
     ds = (weights * (dp - delta[:, None])).to(keys.dtype)
     acc = tl.dot(ds, keys, acc, input_precision=PRECISION)
-    # After the product, for which nothing waits before the next step: its matrix units work while blocks are stored.
-    stored.store([p_row, column], weights.to(keys.dtype))
-    stored.store([ds_row, column], ds)
+    # After the product, for which nothing waits before the next step: its matrix units work while p and ds are stored.
+    # Both in one copy, since a copy waits until the one before it has been read from shared memory.
+    stored.store([0, store_row, column], tl.permute(tl.join(weights.to(keys.dtype), ds), (2, 0, 1)))
     return acc
 
 
@@ -102,17 +102,15 @@ def _scores_kernel(
     row_delta = tl.load(delta + statistic, mask=live, other=0.0)
     acc = tl.zeros([ROWS, DP], tl.float32)
     place = tl.load(places + slot)
-    p_row = (pack * slots + slot - first_slot) * ROWS
-    ds_row = p_row + PACKS * slots * ROWS
+    first_row = (pack * slots + slot - first_slot) * ROWS
 
     for step in range(0, full * PARTS):
         passed = (step % PARTS) * KEYS
         keys = load_keys(k, place + passed, kv_head, key, col, key_rows, K_ROW, D, DP, True, DESCRIBED)
         values = load_keys(v, place + passed, kv_head, key, col, key_rows, V_ROW, D, DP, True, DESCRIBED)
-        block = step // PARTS * ROWS
         acc = _scores_step(
-            acc, stored, queries, grads, keys, values, row_lse2, row_delta, True, scale_log2, p_row + block,
-            ds_row + block, passed, False, PRECISION,
+            acc, stored, queries, grads, keys, values, row_lse2, row_delta, True, scale_log2,
+            first_row + step // PARTS * ROWS, passed, False, PRECISION,
         )  # fmt: skip
         # The next block's place is read a step before it is used.
         place = tl.load(places + slot + (step + 1) // PARTS)
@@ -122,10 +120,9 @@ def _scores_kernel(
         keys = load_keys(k, place + passed, kv_head, key, col, key_rows, K_ROW, D, DP, False, DESCRIBED)
         values = load_keys(v, place + passed, kv_head, key, col, key_rows, V_ROW, D, DP, False, DESCRIBED)
         seen = load_bits(words, mask + step // PARTS - full, row // PACK, passed + key, TOKENS, BLOCK)
-        block = step // PARTS * ROWS
         acc = _scores_step(
-            acc, stored, queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2, p_row + block,
-            ds_row + block, passed, True, PRECISION,
+            acc, stored, queries, grads, keys, values, row_lse2, row_delta, seen, scale_log2,
+            first_row + step // PARTS * ROWS, passed, True, PRECISION,
         )  # fmt: skip
         place = tl.load(places + slot + (step + 1) // PARTS)
 
@@ -241,9 +238,9 @@ def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: f
     pack = packed_heads(query_heads // kv_heads)
     packs, sizes, block = query_heads // pack, IN_USE.scores, IN_USE.product.keys
     blocks = blocks_of(q, kv_heads, intervals)
-    workspace = torch.empty((2 * packs * blocks.most * sizes.rows, block), dtype=q.dtype, device=q.device)
-    written = TensorDescriptor.from_tensor(workspace, [sizes.rows, sizes.keys])
-    read = TensorDescriptor.from_tensor(workspace, [IN_USE.product.rows, block])
+    workspace = torch.empty((2, packs * blocks.most * sizes.rows, block), dtype=q.dtype, device=q.device)
+    written = TensorDescriptor.from_tensor(workspace, [2, sizes.rows, sizes.keys])
+    read = TensorDescriptor.from_tensor(workspace.flatten(0, 1), [IN_USE.product.rows, block])
     (keys, values), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
     shape = {"QH": query_heads, "KH": kv_heads, "D": size, "DP": padded(size), "PACK": pack}
     shape |= {"TOKENS": sizes.rows // pack, "ROWS": sizes.rows, "BLOCK": block, "PRECISION": precision(q.dtype)}
