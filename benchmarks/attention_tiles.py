@@ -1,9 +1,11 @@
 """Times of the Triton attention kernels by tile sizes and launch options, on one GPU.
 
-    python -m benchmarks.attention_tiles d256_16k16 now forward=128,64,8,2 dq=64,64,8,2 dkdv=32,64,8,3 dk=64,64,8,2
+    python -m benchmarks.attention_tiles tau_calls now forward=64,64,4,3 dq=64,64,4,2 dkdv=32,64,4,3
+    python -m benchmarks.attention_tiles d256_16k16 now scores=128,32,8,3 product=64,128,8,3
 
 Each further argument is one trial: ``now`` for the sizes in use, or one or more ``kernel=rows,keys,warps,stages``
-joined by ``+``. ``dkdv`` at head size 256 replaces the two launches of dk and dv. A trial's results are compared with
+joined by ``+``. ``scores`` and ``product`` are those of the backward that stores scores (head sizes above 128 on Hopper
+cards). Elsewhere ``dkdv`` at head size 256 replaces the two launches of dk and dv. A trial's results are compared with
 the first trial's; the largest difference is relative to the largest value.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +25,10 @@ from benchmarks import clock
 from benchmarks.attention_problem import NAMES, Problem, make_problem
 from benchmarks.attention_workloads import DATA, WORKLOADS
 from cp_engine.kernels.attention import attention, attention_backward
-from cp_engine.kernels.attention.triton import primitives
+from cp_engine.kernels.attention.triton import primitives, stored_pass
 from cp_engine.kernels.attention.triton.primitives import SIZES, Sizes
+
+STORED = ("scores", "product")
 
 
 def sizes_of(trial: str) -> dict[str, Sizes]:
@@ -36,8 +41,8 @@ def sizes_of(trial: str) -> dict[str, Sizes]:
     for part in [] if trial == "now" else trial.split("+"):
         kernel, _, numbers = part.partition("=")
         values = numbers.split(",")
-        if kernel not in SIZES or len(values) != 4 or not all(value.isdigit() for value in values):
-            known = ", ".join(SIZES)
+        if kernel not in (*SIZES, *STORED) or len(values) != 4 or not all(value.isdigit() for value in values):
+            known = ", ".join((*SIZES, *STORED))
             raise ValueError(f"a trial is 'now' or kernel=rows,keys,warps,stages with one of {known}; got {part!r}")
         changed[kernel] = Sizes(*map(int, values))
     return changed
@@ -48,17 +53,21 @@ def in_use(changed: dict[str, Sizes], column: int) -> Iterator[None]:
     """The kernels at the padded head size ``column`` take these sizes, for short segments too."""
     made, short = copy.deepcopy(primitives.SIZES), copy.deepcopy(primitives.SHORT_SIZES)
     for kernel, sizes in changed.items():
+        if kernel in STORED:
+            continue
         made[kernel][column] = sizes
         short.get(kernel, {}).pop(column, None)
         if kernel == "dkdv":
             for apart in ("dk", "dv"):
                 made[apart].pop(column, None)
-    before = primitives.SIZES, primitives.SHORT_SIZES
+    before, stored = (primitives.SIZES, primitives.SHORT_SIZES), stored_pass.IN_USE
     primitives.SIZES, primitives.SHORT_SIZES = made, short
+    stored_pass.IN_USE = replace(stored, **{name: sizes for name, sizes in changed.items() if name in STORED})
     try:
         yield
     finally:
         primitives.SIZES, primitives.SHORT_SIZES = before
+        stored_pass.IN_USE = stored
 
 
 def run_trial(problem: Problem, trial: str, first: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

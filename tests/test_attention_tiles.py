@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.attention_tiles import in_use, sizes_of
-from cp_engine.kernels.attention.triton import primitives
+from cp_engine.kernels.attention.triton import primitives, stored_pass
 from cp_engine.kernels.attention.triton.primitives import Sizes
 
 CPU = torch.device("cpu")  # where no card limits the sizes
@@ -27,6 +27,14 @@ def test_a_trial_changes_its_kernels_at_one_head_size_and_is_undone():
     with in_use(sizes_of("forward=32,64,4,2"), 128):
         short = primitives.kernel_sizes("forward", 128, torch.bfloat16, CPU, short=True)
     assert short == Sizes(32, 64, 4, 2) != primitives.kernel_sizes("forward", 128, torch.bfloat16, CPU, short=True)
+
+
+def test_a_trial_of_stored_scores_changes_that_backward_alone_and_is_undone():
+    before, sizes = stored_pass.IN_USE, primitives.SIZES
+    with in_use(sizes_of("scores=128,32,8,3"), 256):
+        assert stored_pass.IN_USE == stored_pass.Stored(Sizes(128, 32, 8, 3), before.product, before.workspace)
+        assert primitives.SIZES == sizes
+    assert stored_pass.IN_USE is before
 
 
 @pytest.mark.parametrize("trial", ["later", "dq=64,64,8", "dq=64,64,8,x", "dp=64,64,8,2", "dq=64,64,8,2+"])
