@@ -165,12 +165,15 @@ def read_settings(path: str | Path, overrides: Sequence[str] = (), seed: int | N
         seed: of the weights, the cabinets and the sampling; None leaves those of the file.
 
     Raises:
-        ValueError: as `read_config`, and for a configuration without an output folder or with a data section.
+        ValueError: as `read_config`, and for a configuration without an output folder or with a section that the game
+            has no use for.
     """
     seeds = [] if seed is None else [f"seed={seed}", f"model.seed={seed}"]
     config = read_config_for_ranks(path, [*overrides, *seeds])
     if config.data is not None or config.output_dir is None:
         raise ValueError(f"{path}: the game needs output_dir, and makes its own data: leave the data section out")
+    if config.checkpoint is not None:
+        raise ValueError(f"{path}: the game writes no checkpoints: leave the checkpoint section out")
     return config
 
 

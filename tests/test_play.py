@@ -134,6 +134,7 @@ def test_two_ranks_train_on_what_the_first_one_played():
         (lambda: Play(groups=0), "expected at least one cabinet, got groups 0"),
         (lambda: read_settings(CONFIG, ["data.rollouts=x.jsonl"]), "leave the data section out"),
         (lambda: read_settings(CONFIG, ["output_dir=null"]), "the game needs output_dir"),
+        (lambda: read_settings(CONFIG, ["checkpoint.every=1"]), "the game writes no checkpoints: leave the checkpoint"),
     ],
 )
 def test_settings_that_make_no_run_are_refused(attempt, message):
