@@ -98,8 +98,9 @@ class PackingConfig(_Section):
     share: Literal["batch", "group"] = "batch"
     """Share prefixes over the whole step, or only inside a group."""
     max_pack_tokens: int | str | None = None
-    """Tree tokens that go through the model at once, over all ranks; null puts the whole step into one pack, auto takes
-    as many as are predicted to fit into a GPU's memory (docs/memory.md)."""
+    """Most tree tokens that go through the model at once, over all ranks of a data-parallel group; null gives each
+    group one pack, auto takes as many as are predicted to fit into a GPU's memory (docs/memory.md). Packs are smaller
+    where that keeps all groups busy in as few rounds."""
     share_or_replay: bool = False
     """Copy a short shared run for each of its branches where the cost model predicts that sharing it costs more (many
     branches of few tokens). Its prices are those of an H200, so it is off where nobody asked for it."""

@@ -50,8 +50,8 @@ _LOG = logging.getLogger(__name__)
 @cache
 def _warn_of_idle_groups(packs: int, groups: int) -> None:
     _LOG.warning(
-        "a step has %d packs for %d data-parallel groups: %d groups compute nothing. Set packing.max_pack_tokens to a "
-        "smaller number, or parallel.dp",
+        "a step has %d packs for %d data-parallel groups: %d groups compute nothing. A pack holds whole rollouts: give "
+        "a step more of them, or set parallel.dp to a smaller number",
         packs, groups, groups - packs,
     )  # fmt: skip
 
@@ -258,7 +258,7 @@ class Engine:
                 f"loss.router_aux_coef is {loss.router_aux_coef}, but the rollouts carry routes: balancing counts the "
                 "router's own choices, which they replace; set it to 0"
             )
-        step = prepare_step(rollouts, self.packing, loss, self.shape)
+        step = prepare_step(rollouts, self.packing, loss, self.shape, self.mesh.dp)
         if len(step.packs) < self.mesh.dp and self.ranks.is_first:
             _warn_of_idle_groups(len(step.packs), self.mesh.dp)
         return step

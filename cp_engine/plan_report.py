@@ -18,6 +18,7 @@ from cp_engine.prediction import ExchangeTime, Placement, Predictor, flat_time, 
 from cp_engine.rollouts import FlatRollouts
 from cp_engine.sharding.layout import imbalance
 from cp_engine.sharding.packing import Pack, pack_rollouts
+from cp_engine.sharding.replay import run_prices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ def plan_packs(flat: FlatRollouts, settings: PlanSettings) -> list[PlannedPack]:
         share=settings.share,
         share_key=flat.share_key,
         max_pack_tokens=settings.max_pack_tokens,
+        dp=settings.dp,
+        dp_prices=run_prices(settings.model.shape) if settings.dp > 1 else None,
     )
     return [_planned(pack, settings) for pack in packs]
 

@@ -72,12 +72,13 @@ class StepData:
 
 
 def prepare_step(
-    rollouts: Sequence[Rollout], packing: PackingConfig, loss: LossConfig, shape: ModelShape | None = None
+    rollouts: Sequence[Rollout], packing: PackingConfig, loss: LossConfig, shape: ModelShape | None = None, dp: int = 1
 ) -> StepData:
     """Flatten, weigh and pack the rollouts of a step.
 
     Args:
-        shape: of the model, for the prices of ``packing.share_or_replay``.
+        shape: of the model, for the prices of ``packing.share_or_replay`` and of packs for several groups.
+        dp: data-parallel groups that the packs are dealt to.
 
     Raises:
         ValueError: for rollouts that the loss cannot use (no reward and no advantage, missing log-probs), a step
@@ -101,6 +102,8 @@ def prepare_step(
         max_pack_tokens=packing.max_pack_tokens,
         coupled=flat.group if paired else None,
         run_prices=run_prices(shape) if packing.share_or_replay else None,
+        dp=dp,
+        dp_prices=run_prices(shape) if dp > 1 else None,
     )
     step = StepData(
         flat=flat,

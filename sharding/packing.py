@@ -16,6 +16,7 @@ import numpy as np
 from cp_engine.sharding.best_fit import pack_places
 from cp_engine.sharding.forest import Forest, build_forest, expand_ranges, sorted_rows
 from cp_engine.sharding.replay import RunPrices, share_or_replay, split_key
+from cp_engine.sharding.rounds import pack_rounds
 from cp_engine.sharding.row_trie import RowTrie, fresh_tokens
 
 SHARES = ("batch", "group")
@@ -107,8 +108,11 @@ def pack_rollouts(
     max_pack_tokens: int | None = None,
     coupled: np.ndarray | None = None,
     run_prices: RunPrices | None = None,
+    dp: int = 1,
+    dp_prices: RunPrices | None = None,
 ) -> list[Pack]:
-    """Cut a batch into packs of at most ``max_pack_tokens`` tree tokens, few of them and with little replayed.
+    """Cut a batch into packs of at most ``max_pack_tokens`` tree tokens, few of them and with little replayed; of
+    several data-parallel groups every one gets packs in as few rounds, as even as can be.
 
     Deterministic, near-linear in N. The order in which the rollouts are given decides nothing but which of several
     equal rollouts goes where. Groups are ordered by their tokens, not by their numbers.
@@ -120,10 +124,12 @@ def pack_rollouts(
         loss_mask: bool [N].
         share: ``batch``, or ``group`` to share tokens only inside a group.
         share_key: int [N]; equal ids share only where it is equal too.
-        max_pack_tokens: the budget; None makes one pack.
+        max_pack_tokens: the budget; None makes one pack, or one for each of several groups.
         coupled: int [R]; rollouts of equal number stay in one pack (a loss couples them). None: every one is free.
         run_prices: shared runs that are dearer than copies at these prices are given up (`share_or_replay`), except in
             coupled rollouts that fit the budget only with them. None: everything is shared.
+        dp: data-parallel groups that the packs are dealt to.
+        dp_prices: what packs are compared by where there are several groups (`pack_rounds`).
 
     Raises:
         ValueError: for a rollout, or a coupled set of them, that is over the budget alone.
@@ -143,11 +149,17 @@ def pack_rollouts(
     if run_prices is not None:
         split = _split(batch, run_prices, [order[unit] for unit in units if len(unit) > 1], max_pack_tokens)
     split_order, split_trie = (order, trie) if split is batch else split.sorted_trie()
-    if max_pack_tokens is None:
+    if max_pack_tokens is None and dp == 1:
         members = [np.arange(len(order))]
     else:
-        places = pack_places(split_trie, _units(split_order, coupled), budget) or [[]]
-        members = [np.sort(split_order[p]) for p in places]
+        budget = max(1, split_trie.added[-1]) if max_pack_tokens is None else budget
+        units = _units(split_order, coupled)
+        if dp == 1:
+            places = pack_places(split_trie, units, budget)
+        else:
+            assert dp_prices is not None, "packs for several groups are compared by prices"
+            places = pack_rounds(split_trie, units, budget, dp, dp_prices)
+        members = [np.sort(split_order[p]) for p in places or [[]]]
     pack_of = np.empty(len(order), np.int64)
     for index, member in enumerate(members):
         pack_of[member] = index

@@ -58,25 +58,25 @@ def test_every_number_of_ranks_takes_the_same_steps(sections):
         assert all(step["loss"] == first["loss"] for rank in ranks for step, first in zip(rank, ranks[0], strict=True))
 
 
-def warnings_of_steps(packings: list[int | None]) -> list[list[str]]:
-    """What the engine warns of in two steps, for each pack budget, on two data-parallel groups."""
+def warnings_of_steps(counts: list[int]) -> list[list[str]]:
+    """What the engine warns of in two steps of so many rollouts, on two data-parallel groups."""
     found: list[list[str]] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found[-1].append(record.getMessage())
     logging.getLogger("cp_engine.engine").addHandler(handler)
-    for tokens in packings:
+    for count in counts:
         found.append([])
-        engine = Engine(config(1, parallel={"dp": 2}, packing={"max_pack_tokens": tokens}), this_rank())
+        engine = Engine(config(1, parallel={"dp": 2}), this_rank())
         for _ in range(2):
-            engine.train_step(read_rollouts(SAMPLE, limit=20))
+            engine.train_step(read_rollouts(SAMPLE, limit=count))
     return found
 
 
 def test_groups_without_a_pack_are_warned_of_once():
-    (small, whole), others = run_ranks(2, warnings_of_steps, [120, None])
-    assert small == [] and others == [[], []]
-    (told,) = whole
-    assert told.startswith("a step has 1 packs for 2 data-parallel groups: 1 groups compute nothing. Set packing.max")
+    (enough, too_few), others = run_ranks(2, warnings_of_steps, [2, 1])
+    assert enough == [] and others == [[], []]
+    (told,) = too_few
+    assert told.startswith("a step has 1 packs for 2 data-parallel groups: 1 groups compute nothing. A pack")
 
 
 def test_the_group_has_to_fit_the_configuration():

@@ -15,6 +15,7 @@ from cp_engine.engine import Engine
 from cp_engine.models.precision import keep_float64
 from cp_engine.rollouts import Rollout, read_rollouts
 from cp_engine.verify.run import FlatRun, VerifyOptions, reindex, run_flat
+from cp_engine.verify.values import with_placeholders
 
 SAMPLE = Path(__file__).parent.parent.parent / "launch" / "data" / "sample.jsonl"
 # Three packs of uneven size, so that two and four DP groups get empty ones.
@@ -62,13 +63,20 @@ def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def gradients(flat: FlatRun, fields: dict, sections: dict, per_node: int | None = None):
-    """Loss of the step (this rank's part), number of empty packs, and all gradients, on a mesh."""
+def gradients(flat: FlatRun, fields: dict, sections: dict, per_node: int | None = None, own_packs: bool = False):
+    """Loss of the step (this rank's part), number of empty packs, and all gradients, on a mesh.
+
+    Args:
+        own_packs: those that the engine makes for its data-parallel groups, in place of the flat oracle's.
+    """
     ranks = this_rank(per_node)
     with keep_float64():
         engine = Engine(case_config(flat, fields, sections), ranks)
         meter = _Losses()
-        engine.accumulate_gradients(flat.step, meter)
+        step = flat.step
+        if own_packs:
+            step = replace(step, packs=engine._prepare([with_placeholders(r) for r in sample()]).packs)
+        engine.accumulate_gradients(step, meter)
     return meter.loss, meter.empty, whole_gradients(engine)
 
 

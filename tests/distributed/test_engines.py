@@ -54,6 +54,14 @@ def test_gradients_are_those_of_flat_rows(flat, name, dp, cp):
     assert packs == 3 and sum(empty for _, empty, _ in results) == cp * (-packs % dp)
 
 
+@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (4, 1), (2, 2)], ids=str)
+def test_packs_fill_the_rounds_of_the_groups_and_are_exact(flat, dp, cp):
+    """Three packs for one group, and four for two: nobody has an empty one."""
+    results = run_ranks(dp * cp, gradients, flat, {}, {"parallel": {"dp": dp, "cp": cp}}, None, True)
+    assert len(flat.step.packs) == 3 and not any(empty for _, empty, _ in results)
+    judged(results, flat)
+
+
 def faulty_gradients(fault: str, *args):
     """`gradients` of an engine with a fault."""
     with pytest.MonkeyPatch.context() as patch:
