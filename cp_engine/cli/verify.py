@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--cp", type=int, help="context-parallel ranks (default: those of torchrun, else 1)")
     add("--layout", default="balanced", choices=("balanced", "contiguous"), help="which rank owns which tokens")
-    add("--exchange", default="auto", choices=("auto", "gather", "ring", "ulysses"), help="attention exchange")
+    exchanges = ("auto", "gather", "ring", "ulysses", "ulysses_gather")
+    add("--exchange", default="auto", choices=exchanges, help="attention exchange")
+    add("--ulysses-ranks", type=int, help="of ulysses_gather: so many ranks share the heads")
     add("--gdn-exchange", default="affine", choices=("affine", "ulysses"), help="GDN state exchange")
     add(
         "--gdn-layout", default="auto", choices=("auto", "same", "own"), help="whether GDN layers have their own layout"
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         layout=args.layout,
         exchange=args.exchange,
+        ulysses_ranks=args.ulysses_ranks,
         gdn_exchange=args.gdn_exchange,
         gdn_layout=args.gdn_layout,
         dtype=args.dtype,

@@ -55,6 +55,7 @@ MIN_HALF_LIFE = 64.0  # tokens; with faster decay a wrong recurrent state would 
 class VerifyOptions:
     model: str
     exchange: str = "gather"
+    ulysses_ranks: int | None = None  # for ulysses_gather
     gdn_exchange: str = "affine"
     layout: str = "balanced"
     gdn_layout: str = "auto"
@@ -77,6 +78,7 @@ class VerifyOptions:
                     "cp": cp,
                     "layout": self.layout,
                     "exchange": self.exchange,
+                    "ulysses_ranks": self.ulysses_ranks,
                     "gdn_exchange": self.gdn_exchange,
                     "gdn_layout": self.gdn_layout,
                 },
@@ -271,6 +273,7 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         "cp": ranks.world,
         "model": options.model,
         "exchange": options.exchange,
+        "ulysses_ranks": options.ulysses_ranks,
         "gdn_exchange": options.gdn_exchange,
         "layout": options.layout,
         "gdn_layout": options.gdn_layout,

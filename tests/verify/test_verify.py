@@ -104,6 +104,17 @@ def test_tree_equals_flat_rows_on_the_sample(world, model, dtype, loss, extra):
             assert 0.2 <= result["clipped_high"] <= 0.6 and 0.2 <= result["clipped_low"] <= 0.6
 
 
+def verify_teams(model: str) -> dict:
+    options = VerifyOptions(model=model, loss="grpo", exchange="ulysses_gather", ulysses_ranks=2)
+    return verify(sample(), options, this_rank())
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen3.5", "tiny-qwen3-window"])
+def test_tree_equals_flat_rows_with_heads_shared_in_teams(model):
+    result = on_ranks(4, verify_teams, model)
+    assert result["ok"] and (result["exchange"], result["ulysses_ranks"]) == ("ulysses_gather", 2), result
+
+
 def verify_small_forests(model: str, layouts: bool) -> dict:
     ranks, results = this_rank(), {}
     for name, rollouts in small_forests().items():
