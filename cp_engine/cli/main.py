@@ -24,7 +24,8 @@ _ALONE = ("plan", "doctor")  # they start no ranks
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its code: 0 done, 1 not ok, 2 wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m cp_engine", description=__doc__.splitlines()[0])
+    about = "Exact training of language models on packed prefix trees, over context-parallel ranks."
+    parser = argparse.ArgumentParser(prog="python -m cp_engine", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((a for a in argv if a in _COMMANDS), None)
     for name, text in _COMMANDS.items():

@@ -260,8 +260,13 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         for name in ("max_logprob_err", "loss_err", "max_grad_err")
         if not figures[name] <= bound
     ]
-    if not all(figures[side] for side in CLIPPED_SIDES.get(options.loss, ("clipped_high", "clipped_low"))):
-        reasons.append("no occurrence is clipped on one side")
+    sides = CLIPPED_SIDES.get(options.loss, ("clipped_high", "clipped_low"))
+    unseen = [side.replace("clipped_", "") for side in sides if not figures[side]]
+    if unseen:
+        reasons.append(
+            f"no occurrence is clipped on the {' or '.join(unseen)} side, so clipping was not compared: verify more "
+            "rollouts, or the loss sft"
+        )
     half_life = figures["state_half_life"]
     if half_life is not None and half_life < MIN_HALF_LIFE and options.model in PRESETS:
         reasons.append(f"recurrent states fade in {half_life:.0f} tokens, which would hide a wrong state")

@@ -264,6 +264,12 @@ def test_a_bound_below_rounding_is_not_ok():
     assert any(reason.startswith("max_logprob_err") for reason in result["reasons"])
 
 
+def test_a_side_of_the_clipping_that_nothing_reaches_is_not_ok():
+    result = verify(small_forests()["two tokens"], VerifyOptions(model="tiny-qwen3", loss="grpo"), this_rank())
+    (reason,) = result["reasons"]
+    assert not result["ok"] and "side, so clipping was not compared: verify more rollouts" in reason
+
+
 def test_reindexing_keeps_which_ids_are_equal():
     from cp_engine.verify.run import reindex
 
