@@ -33,8 +33,9 @@ SHARES = 9  # most options of one of fla's kernels
 SWEEP = {"output": [Sizes(128, 4, 2), Sizes(64, 4, 3), Sizes(128, 8, 2)]}
 SWEEP_SHARES = 1 + max(len(options) for options in SWEEP.values())  # the first holds the options in use
 # Tokens of the segments of a tree on which all kernels run: three levels, so that the middle one has a state before
-# and after it.
+# and after it; and those of its last level where all of its chains have several chunks.
 TRUNK, BRANCHES, TWIGS = 130, (80, 10), (64, 20)
+LONG_TWIGS = (70, 66)
 PACKED = 20  # tokens of each of two sequences that share a chunk
 
 
@@ -102,9 +103,9 @@ def compile_in_parallel(*kinds: str) -> None:
         print(f"not compiled ahead: {failed}", flush=True)
 
 
-def small_tree() -> Forest:
+def small_tree(lengths: tuple[int, ...] = TWIGS) -> Forest:
     trunk, branches = np.arange(TRUNK), [np.full(length, TRUNK + i) for i, length in enumerate(BRANCHES)]
-    twigs = [np.full(length, TRUNK + len(BRANCHES) + i) for i, length in enumerate(TWIGS)]
+    twigs = [np.full(length, TRUNK + len(BRANCHES) + i) for i, length in enumerate(lengths)]
     rows = [np.concatenate([trunk, *path]) for path in (branches[:1], *((branches[1], twig) for twig in twigs))]
     return build_forest(np.concatenate(rows), np.cumsum([0] + [len(row) for row in rows]))
 
@@ -115,19 +116,27 @@ def compile_kernels(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> 
     from cp_engine.kernels.gdn.triton import launch, packing
 
     keep_option(share)
-    forest = small_tree()
-    inputs, dout = draw(forest.tokens, heads, device, dtype)
+    forest, long = small_tree(), small_tree(LONG_TWIGS)
+    inputs, dout = draw(long.tokens, heads, device, dtype)
+    mine = type(inputs)(*(x[: forest.tokens] for x in inputs)), dout[: forest.tokens]
+
+    def run(run: Ours | Fla) -> None:
+        run.forward()
+        run.backward()
+
     with fla_refusal_lifted():
-        for run in (Ours(forest, inputs, dout), *(Fla(x, inputs, dout) for x in (forest, sequences([forest.tokens])))):
-            run.forward()
-            run.backward()
+        for x in (forest, sequences([forest.tokens])):
+            run(Fla(x, *mine))
+    run(Ours(forest, *mine))
+    run(Ours(long, inputs, dout))
     # What many chains, and what many short fragments take.
-    launch.WIDE_FROM, packing.LEAST_SPARED = 1, 0.0
-    lengths = [PACKED, PACKED, forest.tokens - 2 * PACKED]
-    run = Ours(sequences(lengths), inputs, dout)
-    assert run.tables.packed
-    run.forward()
-    run.backward()
+    launch.WIDE_FROM = 1
+    run(Ours(forest, *mine))
+    run(Ours(long, inputs, dout))
+    packing.LEAST_SPARED = 0.0
+    packed = Ours(sequences([PACKED, PACKED, forest.tokens - 2 * PACKED]), *mine)
+    assert packed.tables.packed
+    run(packed)
 
 
 def compile_sweep(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 import tests.kernels.interpreted  # isort: skip  # noqa: F401  # before anything that imports Triton
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,8 @@ from cp_engine.layers import gdn as layer
 from cp_engine.layers.gdn import GdnHeads
 from tests.gdn_oracle import forest_of_segments
 
+CHAIN_TABLES = importlib.import_module("cp_engine.kernels.gdn.triton.chain_tables")
+MOST_TWIGS = CHAIN_TABLES.MOST_TWIGS
 HEADS = GdnHeads(1, 2, 16, 16)
 SEGMENTS = [(-1, 66), (0, 5), (0, 3), (-1, 2)]
 HEADS_OF_TWO = GdnHeads(2, 2, 16, 16)
@@ -50,8 +53,9 @@ def one_option(monkeypatch):
     monkeypatch.setattr(gdn, "median_ms", lambda call, device: 1.0)
     monkeypatch.setattr(gdn_stages, "REPEATS", 1)
     monkeypatch.setattr(gdn_sweep, "REPEATS", 1)
-    # Faults are planted where short fragments have chunks of their own.
+    # Faults are planted where short fragments have chunks of their own, and all of them are chains.
     monkeypatch.setattr(packing, "LEAST_SPARED", 2.0)
+    monkeypatch.setattr(CHAIN_TABLES, "MOST_TWIGS", 0)
 
 
 @pytest.fixture
@@ -256,6 +260,7 @@ def launches() -> Iterator[set[tuple]]:
 
 
 def test_what_the_benchmarks_launch_is_compiled_ahead(plain_rule, monkeypatch):
+    monkeypatch.setattr(CHAIN_TABLES, "MOST_TWIGS", MOST_TWIGS)
     for module, name in ((launch, "WIDE_FROM"), (packing, "LEAST_SPARED")):
         monkeypatch.setattr(module, name, getattr(module, name))  # back to what they were after it
     options = HEADS_OF_TWO, "cpu", torch.float32

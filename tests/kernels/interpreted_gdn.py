@@ -29,10 +29,14 @@ def one_configuration():
     single_configurations()
 
 
+CHAIN_TABLES = importlib.import_module("cp_engine.kernels.gdn.triton.chain_tables")
+
+
 @pytest.fixture(autouse=True)
 def nothing_packed(monkeypatch):
-    """Short fragments have chunks of their own here; see `interpreted_gdn_packing`."""
+    """Short fragments have chunks of their own here, and all of them are chains; see `interpreted_gdn_packing`."""
     monkeypatch.setattr(packing, "LEAST_SPARED", 2.0)
+    monkeypatch.setattr(CHAIN_TABLES, "MOST_TWIGS", 0)
 
 
 def errors(mine: Case, tables: gdn.ChainTables | None = None) -> dict[str, float]:
@@ -166,7 +170,7 @@ def test_planted_faults_show(fault, shows):
 
 
 def test_waves_of_trees_equal_the_reference(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("cp_engine.kernels.gdn.triton.chain_tables"), "WAVE", 3)
+    monkeypatch.setattr(CHAIN_TABLES, "WAVE", 3)
     forest = forest_of_segments([(-1, 20), (0, 3), (0, 65), (-1, 2), (3, 1), (3, 2), (-1, 70), (-1, 5)])
     mine = case(whole_plan(forest), 0, (1, 2, 16, 16))
     tables = mine.tables()

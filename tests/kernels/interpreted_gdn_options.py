@@ -9,6 +9,7 @@ from tests.gdn_oracle import forest_of_segments, random_forest
 from tests.kernels.gdn_cases import NAMES, case, rank_plans, whole_plan
 from tests.kernels.interpreted_gdn import (
     BOUND,
+    CHAIN_TABLES,
     errors,
     lost_exit_gradient,
     one_configuration,  # noqa: F401
@@ -20,6 +21,7 @@ from tests.kernels.interpreted_gdn import (
 @pytest.fixture(autouse=True)
 def nothing_packed(monkeypatch):
     monkeypatch.setattr(packing, "LEAST_SPARED", 2.0)
+    monkeypatch.setattr(CHAIN_TABLES, "MOST_TWIGS", 0)
 
 
 @pytest.fixture(autouse=True)

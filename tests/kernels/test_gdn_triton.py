@@ -23,7 +23,14 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 
 @pytest.mark.parametrize(
-    "cases", ["interpreted_gdn", "interpreted_gdn_options", "interpreted_gdn_packing", "interpreted_gdn_rounding"]
+    "cases",
+    [
+        "interpreted_gdn",
+        "interpreted_gdn_options",
+        "interpreted_gdn_packing",
+        "interpreted_gdn_rounding",
+        "interpreted_gdn_twigs",
+    ],
 )
 def test_in_the_interpreter(cases):
     pytest.importorskip("triton")

@@ -187,6 +187,7 @@ def input_gradients(
     """Gradients of the inputs, each in the dtype of its input.
 
     Args:
+        dv_local: what `backward_stages` made; its memory takes the gradient of v'.
         entry_states: float32 [Y, H, K, V].
         dexit: gives the gradients of the exit states, float32 [X, H, K, V]; called when nothing else is left to do.
     """
@@ -201,18 +202,18 @@ def input_gradients(
     q, k, v, _, beta = (_inside(x, tables) for x in inputs)
     dout, size = _inside(dout, tables), tables.chunk_size
     decay, ends, w, u = stages.decay, stages.ends, stages.w, stages.u
-    new_v, dnew_v, grads = torch.empty_like(u), torch.empty_like(u), Gradients.empty(k, v.shape[1])
+    new_v, grads = torch.empty_like(u), Gradients.empty(k, v.shape[1])
     for wave in sorted(tables.waves, key=lambda wave: wave.exits):
         states = States.empty(k, u, wave)
         # Neither the states nor their gradients need the other, and either leaves room on the multiprocessors.
         pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=False)
         beside = Beside(pass_again, k.device)
         leaving = dexit() if wave.exits else None
-        dstates = run_adjoint(q, k, w, dout, decay, ends, dv_local, leaving, dnew_v, wave, size)
+        dstates = run_adjoint(q, k, w, dout, decay, ends, dv_local, leaving, wave, size)
         beside.join()
-        dqkwg(q, k, new_v, decay, tables.ancestors, states.rows, dout, dstates, dnew_v, wave, size, grads)
+        dqkwg(q, k, new_v, decay, tables.ancestors, states.rows, dout, dstates, dv_local, wave, size, grads)
     dk, dv, dbeta, dg = solve_backward(
-        k, v, decay, beta, stages.inverse, tables.ancestors, w, u, grads.dw, dnew_v, grads.dk,
+        k, v, decay, beta, stages.inverse, tables.ancestors, w, u, grads.dw, dv_local, grads.dk,
         grads.dtotal, tables.chunk_rows, size,
     )  # fmt: skip
     results = (grads.dq, dk, dv, dg, dbeta)

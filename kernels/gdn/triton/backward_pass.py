@@ -2,7 +2,8 @@
 
 With G the cumulative log2 decay inside a chunk: ``dv' = dv'_local + 2^(G_C - G) k dH+`` and
 ``dH = 2^G_C dH+ + s (2^G q)^T dO - w^T dv'``. At a branch point dH+ also takes the dH of every chain that starts there
-(a list in a fixed order, no atomics) and the gradient of its exit.
+(a list in a fixed order, no atomics), the gradient of its exit, and the dH of its twigs, formed on the spot: their own
+dH+ is zero, so that their dv' is dv'_local. The gradient of v' takes the place of ``dv'_local``.
 
 Shapes: n tokens, Hk key heads, H value heads, K and V head sizes (KP: K padded), C chunk size, C chains of
 the first level, X exits, R state rows.
@@ -23,10 +24,10 @@ SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
 @triton.jit(do_not_specialize=["first_chain", "first_below"])
 def _adjoint_kernel(
     q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v, chunks, chains, reader_ptr, reader,
-    first_chain, first_below, scale,
+    twig_ptr, twigs, first_chain, first_below, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
+    C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr, TWIGS: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     chain = chains + (first_chain + tl.program_id(0)) * CHAIN_COLUMNS
     head = tl.program_id(1)
@@ -51,6 +52,21 @@ def _adjoint_kernel(
             leaves_at = tl.cast(tl.load(chunks + top * CHUNK_COLUMNS + 3), tl.int64)
             at_exit = dexit + leaves_at * (H * K * V) + inside
             dstate += tl.load(at_exit, mask=live_state & (column * 0 + leaves_at >= 0)[None, :], other=0.0)
+        if TWIGS:
+            begin = tl.load(twig_ptr + slot, mask=slot >= 0, other=0)
+            end = tl.load(twig_ptr + slot + 1, mask=slot >= 0, other=0)
+            for place in range(begin, end):
+                twig = tl.load(twigs + place)
+                start = tl.cast(tl.load(chunks + twig * CHUNK_COLUMNS), tl.int64)
+                live = row < tl.load(chunks + twig * CHUNK_COLUMNS + 1)
+                total = load_each(decay, start, row, head, live, H)
+                local = load_rows(dv_local, start, row, head, column, live, H, V)
+                read = load_rows(dout, start, row, head, column, live, H, V)
+                queries = load_columns(q, start, row, key_head, inner, live, HK, K)
+                erased = load_columns(w, start, row, head, inner, live, H, K)
+                read *= (tl.exp2(total) * scale)[:, None]
+                dstate = tl.dot(queries, read.to(queries.dtype), dstate, input_precision=PRECISION)
+                dstate -= tl.dot(erased, local, input_precision=PRECISION)
         run = tl.load(chunks + top * CHUNK_COLUMNS + 4)
         left -= run
         # Numbers of the chunk above are loaded a chunk ahead, so that nothing in the loop waits for an address; so is
@@ -117,7 +133,6 @@ def run_adjoint(
     ends: torch.Tensor,
     dv_local: torch.Tensor,
     dexit: torch.Tensor | None,
-    dnew_v: torch.Tensor,
     walk: StatePass,
     chunk_size: int,
 ) -> torch.Tensor:
@@ -127,15 +142,15 @@ def run_adjoint(
         q: [n, Hk, K], not scaled.
         dout: [n, H, V].
         ends: float32 [N, H] cumulative log2 decay of each chunk's last token.
-        dv_local: [n, H, V] gradient of v' through outputs of the same chunk.
+        dv_local: [n, H, V] gradient of v' through outputs of the same chunk; takes the whole gradient of v'.
         dexit: float32 [X, H, K, V] gradients of the exit states; None for a wave without exits.
-        dnew_v: [n, H, V] takes the gradient of v'.
 
     Returns:
         Gradients of the states in rows [R, H, K, V] in the dtype of ``dv_local``; those of entries are not written.
     """
     drows = dv_local.new_empty((max(1, walk.rows), dv_local.shape[1], k.shape[2], dv_local.shape[2]))
-    _launch(q, k, w, dout, decay, ends, dv_local, dexit, drows, dnew_v, walk, chunk_size)
+    # A program reads a row of dv'_local before it writes it, and no other program does either.
+    _launch(q, k, w, dout, decay, ends, dv_local, dexit, drows, dv_local, walk, chunk_size)
     return drows
 
 
@@ -171,9 +186,10 @@ def _launch(
         dstarts = dbelow.new_empty((end - begin if starts else 0, heads, key_dim, value_dim))
         _adjoint_kernel[(end - begin, heads, triton.cdiv(value_dim, sizes.columns))](
             q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v,
-            walk.chunks, walk.chains, walk.reader_ptr, walk.reader, begin, end, key_dim**-0.5,
+            walk.chunks, walk.chains, walk.reader_ptr, walk.reader, walk.twig_ptr, walk.twigs,
+            begin, end, key_dim**-0.5,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
-            KEEP=keep, STARTS=starts, EXITS=dexit is not None and len(dexit) > 0,
+            KEEP=keep, STARTS=starts, EXITS=dexit is not None and len(dexit) > 0, TWIGS=walk.branch_twigs,
             PRECISION=precision(dv_local.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
             num_warps=sizes.warps, num_stages=sizes.stages,

@@ -10,10 +10,15 @@ Float32 states live in slots: slot 0 is the zero state, slots 1..Y are the entri
 *rows* in the dtype of the inputs: rows 0..Y-1 are the entries, the others the states that leave a chunk. Siblings read
 their parent's row; the last chunk of a leaf has none.
 
+A chain of one chunk whose state nobody reads is no chain but a *twig*: its v' follows from its parent's row alone, and
+its share of the parent's state gradient is formed by the parent's chain when it comes to the branch point. So it needs
+no slot, and a branch point of nothing but twigs keeps no float32 state.
+
 The pass over everything runs in *waves* of whole trees, so that rows and slots of all trees do not live at once. Trees
 below an entry, and trees above an exit, have waves of their own: the others need not wait for other ranks.
 
-Shapes: F fragments, N chunks, C chains of a pass, S slots, R rows, Y entries, X exits.
+Shapes: F fragments, N chunks, C chains of a pass, W its twigs, S slots, B slots and branch points without, R rows,
+Y entries, X exits.
 """
 
 from __future__ import annotations
@@ -25,9 +30,9 @@ import torch
 
 from cp_engine.kernels.gdn.triton.packing import Fragments, packed_fragments
 
-# First token; tokens; slot that its last state goes to or -1; exit that it ends at or -1; chunks of its chain from the
-# last branch point above it up to itself; row of the state that enters it or -1 for zero; row of the state that leaves
-# it or -1 where nobody reads that.
+# First token; tokens; slot that its last state goes to (S or more: a branch point without one) or -1; exit that it ends
+# at or -1; chunks of its chain from the last branch point above it up to itself; row of the state that enters it or -1
+# for zero; row of the state that leaves it or -1 where nobody reads that.
 CHUNK_COLUMNS = 7
 CHAIN_COLUMNS = 4  # first chunk, chunks, slot that it starts from, 1 below an entry else 0
 
@@ -35,6 +40,8 @@ CHAIN_COLUMNS = 4  # first chunk, chunks, slot that it starts from, 1 below an e
 # Of a wave: rows, and slots at twice as much. With 32 heads of 128 x 128 a row in 16 bits is 1 MiB. Trees larger than
 # this are a wave of their own.
 WAVE = 4096
+# Twigs of a branch point are walked one after the other: of more than these each is a chain.
+MOST_TWIGS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +56,11 @@ class StatePass:
     rows: int
     below: bool  # some chunk stands below an entry
     exits: bool  # some chunk ends at an exit
-    reader_ptr: torch.Tensor  # int32 [S + 1]
+    reader_ptr: torch.Tensor  # int32 [B + 1]
     reader: torch.Tensor  # int32 [C] chains that start from each slot
+    twig_ptr: torch.Tensor  # int32 [B + 1]
+    twigs: torch.Tensor  # int32 [W] chunks that are twigs of each branch point
+    branch_twigs: bool  # some twig stands at a branch point, not below an entry or a root of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +138,10 @@ def _chain_tables(
     chunks[last_chunk[exit_fragment], 3] = np.arange(len(exit_fragment))
 
     wave = _waves(fragments, chunks)
-    waves = [_state_pass(fragments, chain_level, chunks, wave == number, entries) for number in np.unique(wave)]
-    summary, through = (_state_pass(fragments, chain_level, chunks, kept, entries) for kept in (to_exit, below))
+    waves = [
+        _state_pass(fragments, chain_level, chunks, wave == number, entries, MOST_TWIGS) for number in np.unique(wave)
+    ]
+    summary, through = (_state_pass(fragments, chain_level, chunks, kept, entries, 0) for kept in (to_exit, below))
     # One table serves all waves: each chunk is a member of one of them.
     table = chunks.copy()
     for part in waves:
@@ -191,7 +203,9 @@ def _waves(of: _Fragments, chunks: np.ndarray) -> np.ndarray:
     return wave[top]
 
 
-def _state_pass(of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.ndarray, entries: int) -> StatePass:
+def _state_pass(
+    of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.ndarray, entries: int, most_twigs: int
+) -> StatePass:
     """The pass over the ``kept`` fragments: whole trees, or of each tree a part that holds every kept one's parent.
 
     Numpy arrays stand for tensors: see `_on_device`.
@@ -201,8 +215,18 @@ def _state_pass(of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.
     branches = np.zeros(len(of.chain), bool)
     branches[of.parent[opens & kept & (of.parent >= 0)]] = True
     branches |= (chunks[of.last_chunk, 3] >= 0) & kept
+    number = np.unique(of.chain[kept])
+    head = np.searchsorted(of.chain, number)
+    last = head + np.bincount(of.chain[kept], minlength=len(level))[number] - 1
+    length = of.last_chunk[last] - of.first_chunk[head] + 1
+    twig = _twigs(of.parent[head], (length == 1) & ~branches[last], most_twigs)
+
+    # Branch points with a slot first.
+    points = np.flatnonzero(branches)
+    stored = np.isin(points, of.parent[head[~twig]]) | (chunks[of.last_chunk[points], 3] >= 0)
+    points = np.concatenate([points[stored], points[~stored]])
     table = chunks.copy()
-    ends = of.last_chunk[branches]
+    ends = of.last_chunk[points]
     table[ends, 2] = 1 + entries + np.arange(len(ends))
     begins = np.zeros(len(table) + 1, bool)
     begins[of.first_chunk[opens]] = True
@@ -211,22 +235,41 @@ def _state_pass(of: _Fragments, level: np.ndarray, chunks: np.ndarray, kept: np.
     table[:, 4] = 1 + index - np.maximum.accumulate(np.where(begins[:-1], index, 0))
     members, rows = _rows(of, table, kept, branches, entries)
 
-    number = np.unique(of.chain[kept])
-    head = np.searchsorted(of.chain, number)
-    last = head + np.bincount(of.chain[kept], minlength=len(level))[number] - 1
     parent = of.parent[head]
     starts_from = np.where(parent >= 0, table[of.last_chunk[parent], 2], 1 + of.entry[head])
     assert (starts_from >= 0).all()
-    length = of.last_chunk[last] - of.first_chunk[head] + 1
     order = np.lexsort((-length, level[number]))
+    order = order[~twig[order]]
     chains = np.stack([of.first_chunk[head], length, starts_from, of.below[head]], 1)[order]
     bounds = np.append(np.unique(level[number][order], return_index=True)[1], len(order)).tolist()
-    slots = 1 + entries + len(ends)
-    reader = np.argsort(chains[:, 2], kind="stable")
-    reader_ptr = np.searchsorted(chains[reader, 2], np.arange(slots + 1))
     levels = tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    reader, reader_ptr = _by_slot(chains[:, 2], 1 + entries + len(ends))
+    places, twig_ptr = _by_slot(starts_from[twig], 1 + entries + len(ends))
+    twigs = of.first_chunk[head[twig]][places]
     below, exits = bool((of.below & kept).any()), bool((of.to_exit & kept).any())
-    return StatePass(table, members, chains, levels, slots, rows, below, exits, reader_ptr, reader)
+    slots = 1 + entries + int(stored.sum())
+    return StatePass(
+        table, members, chains, levels, slots, rows, below, exits, reader_ptr, reader, twig_ptr, twigs,
+        branch_twigs=bool((starts_from[twig] > entries).any()),
+    )  # fmt: skip
+
+
+def _twigs(parent: np.ndarray, unread: np.ndarray, most: int) -> np.ndarray:
+    """Which of the chains are twigs: those ``unread`` that have at most ``most - 1`` such siblings.
+
+    Args:
+        parent: of each chain's first fragment, or -1: a root's or an entry's chain has no branch point to walk it.
+    """
+    if not most:
+        return np.zeros_like(unread)
+    siblings = np.bincount(parent[unread & (parent >= 0)], minlength=1 + int(parent.max(initial=0)))
+    return unread & ((parent < 0) | (siblings[parent] <= most))
+
+
+def _by_slot(slot: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places of ``slot`` in the order of their values, and where those of each value begin, [count + 1]."""
+    order = np.argsort(slot, kind="stable")
+    return order, np.searchsorted(slot[order], np.arange(count + 1))
 
 
 def _rows(of: _Fragments, table: np.ndarray, kept: np.ndarray, branches: np.ndarray, entries: int):

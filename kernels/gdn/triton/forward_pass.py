@@ -18,12 +18,13 @@ import torch
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.launch import state_sizes
 from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows
+from cp_engine.kernels.gdn.triton.twigs import run_twigs
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 
-@triton.jit(do_not_specialize=["first_chain"])
+@triton.jit(do_not_specialize=["first_chain", "slots"])
 def _state_kernel(
-    k, w, u, decay, ends, states, rows, new_v, chunks, chains, first_chain,
+    k, w, u, decay, ends, states, rows, new_v, chunks, chains, first_chain, slots,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
     CHAIN_COLUMNS: tl.constexpr,
@@ -76,7 +77,7 @@ def _state_kernel(
             tl.store(new_v + value_at, value.to(new_v.dtype.element_ty), mask=live_value)
             at = rows + (tl.cast(state_row, tl.int64) * H + head) * (K * V) + inner[:, None] * V + column[None, :]
             tl.store(at, state.to(rows.dtype.element_ty), mask=live_state & (column * 0 + state_row >= 0)[None, :])
-        if slot >= 0:
+        if (slot >= 0) & (slot < slots):
             left = states + (tl.cast(slot, tl.int64) * H + head) * (K * COLUMNS) + inside
             tl.store(left, state, mask=live_state)
         start, tokens, slot, state_row, last = next_start, next_tokens, next_slot, next_row, next_last
@@ -126,6 +127,7 @@ def run_states(
         states.slots[1 : 1 + len(entry_states)] = entry_states
         states.rows[: len(entry_states)] = entry_states
     _launch(k, w, u, decay, ends, states.slots, states.rows, new_v, walk, chunk_size, alone)
+    run_twigs(w, u, states.rows, new_v, walk, chunk_size)
 
 
 def run_summary(
@@ -155,7 +157,7 @@ def _launch(k, w, u, decay, ends, states, rows, new_v, walk: StatePass, chunk_si
         sizes = state_sizes(value_dim, u.dtype, (end - begin) * heads, alone)
         blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
         _state_kernel[(end - begin, heads, blocks)](
-            k, w, u, decay, ends, states, rows, new_v, walk.chunks, walk.chains, begin,
+            k, w, u, decay, ends, states, rows, new_v, walk.chunks, walk.chains, begin, walk.slots,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, COLUMNS=columns, KP=padded(key_dim), BV=sizes.columns,
             C=chunk_size, KEEP=rows is not None, PRECISION=precision(u.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
