@@ -65,12 +65,15 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
         "one_gpu_mfu": round(one_flops[0] / one.seconds / peak, 4),
         "tree_gib": several.peak_gib,
         "one_gpu_gib": one.peak_gib,
-        "token_imbalance": several.metrics["token_imbalance"],
-        "pair_imbalance": several.metrics["pair_imbalance"],
-        "exchange_wait_ms": round(several.metrics["exchange_wait_ms"], 2),
-        "plan_wait_ms": round(several.metrics["plan_wait_ms"], 2),
+        **balance_and_waits(several.metrics),
         **{name: float(f"{error:.3g}") for name, error in found.items()},
         "right": right,
         "efficiency": round(rate / one_rate, 3) if right else None,
         "seconds": round(time.perf_counter() - began, 1),
     }
+
+
+def balance_and_waits(metrics: dict) -> dict[str, float]:
+    """What the engine says of a step's ranks, for a record."""
+    waits = {name: round(metrics[name], 2) for name in ("exchange_wait_ms", "plan_wait_ms")}
+    return {name: metrics[name] for name in ("token_imbalance", "pair_imbalance")} | waits

@@ -149,17 +149,8 @@ def pack_rollouts(
     if run_prices is not None:
         split = _split(batch, run_prices, [order[unit] for unit in units if len(unit) > 1], max_pack_tokens)
     split_order, split_trie = (order, trie) if split is batch else split.sorted_trie()
-    if max_pack_tokens is None and dp == 1:
-        members = [np.arange(len(order))]
-    else:
-        budget = max(1, split_trie.added[-1]) if max_pack_tokens is None else budget
-        units = _units(split_order, coupled)
-        if dp == 1:
-            places = pack_places(split_trie, units, budget)
-        else:
-            assert dp_prices is not None, "packs for several groups are compared by prices"
-            places = pack_rounds(split_trie, units, budget, dp, dp_prices)
-        members = [np.sort(split_order[p]) for p in places or [[]]]
+    places = _places(split_trie, _units(split_order, coupled), max_pack_tokens, dp, dp_prices)
+    members = [np.sort(split_order[np.asarray(p, np.int64)]) for p in places]
     pack_of = np.empty(len(order), np.int64)
     for index, member in enumerate(members):
         pack_of[member] = index
@@ -167,6 +158,20 @@ def pack_rollouts(
     fresh = new if split is batch else fresh_tokens(split_trie, pack_of[split_order], len(members))
     mask = np.asarray(loss_mask, bool)
     return [_pack(split, mask, *each) for each in zip(members, fresh.tolist(), new.tolist(), strict=True)]
+
+
+def _places(
+    trie: RowTrie, units: list[list[int]], budget: int | None, dp: int, prices: RunPrices | None
+) -> list[list[int]]:
+    """Sorted places of the rollouts of each pack; one pack at least."""
+    if budget is None and dp == 1:
+        return [list(range(trie.rows))]
+    if budget is None:
+        budget = max(1, trie.added[-1])
+    if dp == 1:
+        return pack_places(trie, units, budget) or [[]]
+    assert prices is not None, "packs for several groups are compared by prices"
+    return pack_rounds(trie, units, budget, dp, prices) or [[]]
 
 
 def _pack(batch: _Batch, loss_mask: np.ndarray, rollouts: np.ndarray, fresh: int, new: int) -> Pack:

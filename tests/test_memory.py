@@ -326,13 +326,13 @@ def test_the_workspace_of_attention_by_hand():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_peaks_on_a_gpu(recompute):
+@pytest.mark.parametrize(("recompute", "layers"), [*((mode, None) for mode in RECOMPUTE), ("layers", 2)])
+def test_peaks_on_a_gpu(recompute, layers):
     """The second pack of a step, 16,384 tokens, of a small model in bfloat16 with float32 masters and AdamW."""
     vocab, tokens = 32_768, 16_384
     gc.collect()
     others = torch.cuda.memory_allocated()
-    module, sizes = wide_model(recompute, vocab, torch.bfloat16, scale=4)
+    module, sizes = wide_model(recompute, vocab, torch.bfloat16, scale=4, layers=layers)
     device = torch.device("cuda")
     model = PlainModel(module.to(device), OptimizerConfig(), Ranks(0, 1, None, device))
     plan = one_rank_pack([np.random.default_rng(0).integers(0, vocab, tokens).tolist()], None).plan
@@ -348,8 +348,8 @@ def test_peaks_on_a_gpu(recompute):
     loss.backward()
     torch.cuda.synchronize()
     backward = torch.cuda.max_memory_allocated() - others
-    predicted = predict_memory(tokens, sizes, MemorySetup(recompute=recompute))
+    predicted = predict_memory(tokens, sizes, MemorySetup(recompute=recompute, recompute_layers=layers))
     told = [f"{value / 2**30:.2f}" for value in (forward, predicted.forward_peak, backward, predicted.backward_peak)]
-    print(f"{recompute}: GiB forward measured {told[0]} predicted {told[1]}, backward {told[2]} and {told[3]}")
+    print(f"{recompute}, {layers}: forward {told[0]} GiB, predicted {told[1]}; backward {told[2]}, predicted {told[3]}")
     assert predicted.forward_peak == pytest.approx(forward, rel=0.1)
     assert predicted.backward_peak == pytest.approx(backward, rel=0.1)
