@@ -88,10 +88,10 @@ def steps_with_uncounted_arrivals(sections: dict):
 
 
 def test_a_wait_that_is_not_counted_is_missed():
-    """Planted; the model has no other exchange than attention's."""
+    """Planted; the model has no other exchange than attention's and the two moves of the head."""
     sections = {"parallel": {"cp": 2, "exchange": "gather"}, "model": {"path": "tiny-qwen3", "vocab_size": 36}}
     for (_, (late, _)), calls in run_ranks(2, steps_with_uncounted_arrivals, sections):
-        assert calls > 5 and late == 0.0
+        assert calls > 5 and 2 * DELAY_S <= late < 0.5 * calls * DELAY_S
 
 
 def test_one_rank_waits_for_nobody():
