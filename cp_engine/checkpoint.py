@@ -96,8 +96,7 @@ class Checkpoints:
         try:
             save_tensors(state, partial / "state", ranks, self._group)
         except CheckpointException as error:  # on all ranks, whichever failed; no Exception, so nobody would catch it
-            why = "; ".join(f"rank {rank}: {each!r}" for rank, (each, _) in error.failures.items())
-            raise OSError(f"cannot write the checkpoint of step {progress['steps_done']}: {why}") from error
+            raise OSError(f"cannot write the checkpoint of step {progress['steps_done']}: {_failures(error)}") from error
         _on_first_rank(lambda: self._complete(partial, progress), ranks, self._group)
 
     def _complete(self, partial: Path, progress: dict) -> None:
@@ -119,8 +118,8 @@ class Checkpoints:
         """Load the newest complete checkpoint into a new engine; False where there is none. Every rank calls it.
 
         Raises:
-            ValueError: if ranks see different checkpoints, or it belongs to another run: another model, other adapters,
-                another optimizer or another seed.
+            ValueError: if ranks see different checkpoints, it cannot be read, or it belongs to another run: another
+                model, other adapters, another optimizer or another seed.
         """
         self.wait()
         complete = self.complete()
@@ -137,7 +136,13 @@ class Checkpoints:
                     f"the checkpoint {newest} is of another run: {setting} was {then!r} and is {now!r}; choose another "
                     "output_dir, or checkpoint.resume: never"
                 )
-        engine.distributed.load_state(newest / "state")
+        try:
+            engine.distributed.load_state(newest / "state")
+        except CheckpointException as error:
+            raise ValueError(
+                f"cannot read the checkpoint {newest}: {_failures(error)}; remove it to go on from the one before it, "
+                "or set checkpoint.resume: never"
+            ) from error
         engine.steps_done = progress["steps_done"]
         return True
 
@@ -148,6 +153,10 @@ def _run(engine: Engine) -> dict:
     lora = None if config.lora is None else config.lora.model_dump(mode="json")
     model = config.model.model_dump(mode="json", exclude={"liger"})
     return {"model": model, "lora": lora, "optimizer.name": config.optimizer.name, "seed": config.seed}
+
+
+def _failures(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {type(each).__name__}: {each}" for rank, (each, _) in error.failures.items())
 
 
 def _name(steps_done: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from cp_engine.cli.main import guarded
 from cp_engine.models.load import load_model, save_model
 
 ROOT = Path(__file__).parent.parent
@@ -75,3 +76,11 @@ def test_train_on_two_local_ranks_writes_metrics_and_a_model(tmp_path):
 def test_torchrun_decides_how_many_ranks_there_are_but_does_not_contradict():
     done = command("train", "launch/configs/quickstart.yaml", "parallel.cp=2", RANK="0", WORLD_SIZE="1")
     assert done.returncode == 2 and "parallel.cp is 2 but 1 rank processes run" in done.stderr
+
+
+def test_an_interrupted_command_ends_with_130_and_one_word(capfd):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    assert guarded(interrupted, None) == 130
+    assert capfd.readouterr().err == "interrupted\n"

@@ -22,7 +22,7 @@ _ALONE = ("plan", "doctor")  # they start no ranks
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command and exit with its code: 0 done, 1 not ok, 2 wrong input."""
+    """Run one command and exit with its code: 0 done, 1 not ok, 2 wrong input, 3 failed, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     about = "Exact training of language models on packed prefix trees, over context-parallel ranks."
     parser = argparse.ArgumentParser(prog="python -m cp_engine", description=about)
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     if world > 1 and "RANK" not in os.environ:
         from cp_engine.distributed.launch import run_local_ranks
 
-        sys.exit(run_local_ranks(world, argv))
+        sys.exit(guarded(lambda _: run_local_ranks(world, argv), args))
     from cp_engine.distributed.ranks import shutdown
 
     shutdown(guarded(command.run, args))
@@ -60,6 +60,9 @@ def guarded(run, args) -> int:
         return run(args)
     except ValueError as error:
         return _complain(error)
+    except KeyboardInterrupt:  # an ordinary exit would wait for threads that wait for ranks that are gone
+        sys.stderr.write("interrupted\n")
+        return 130
     except Exception:
         import traceback
 

@@ -179,7 +179,7 @@ def failing(place, owner, name: str, asked: str):
 @pytest.mark.parametrize(
     ("owner", "name", "message"),
     [
-        (FileSystemWriter, "write_data", "cannot write the checkpoint of step 1: rank 1: OSError('no space left')"),
+        (FileSystemWriter, "write_data", "cannot write the checkpoint of step 1: rank 1: OSError: no space left"),
         (Path, "write_text", "no space left"),
         (Path, "mkdir", "no space left"),
     ],
@@ -219,6 +219,22 @@ def test_a_crash_in_the_middle_leaves_the_checkpoint_before_it(tmp_path):
     checkpoints.save(engine)
     checkpoints.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def read_damaged(place) -> str:
+    engine, checkpoints = engine_on(mesh(1, 2)), Checkpoints(place, 1)
+    checkpoints.save(engine)
+    if this_rank().is_first:
+        next((checkpoints.complete()[0] / "state").glob("__1_*.distcp")).unlink()
+    with pytest.raises(ValueError, match="cannot read the checkpoint") as error:
+        checkpoints.resume(engine)
+    return str(error.value)
+
+
+def test_a_damaged_checkpoint_is_told_on_every_rank(tmp_path):
+    for told in run_ranks(2, read_damaged, tmp_path):
+        assert "step-00000000: rank 0: FileNotFoundError: " in told and "__1_0.distcp'" in told
+        assert told.endswith("remove it to go on from the one before it, or set checkpoint.resume: never")
 
 
 @pytest.mark.parametrize("keep", [1, 2])
