@@ -96,7 +96,8 @@ class Checkpoints:
         try:
             save_tensors(state, partial / "state", ranks, self._group)
         except CheckpointException as error:  # on all ranks, whichever failed; no Exception, so nobody would catch it
-            raise OSError(f"cannot write the checkpoint of step {progress['steps_done']}: {_failures(error)}") from error
+            step = progress["steps_done"]
+            raise OSError(f"cannot write the checkpoint of step {step}: {_failures(error)}") from error
         _on_first_rank(lambda: self._complete(partial, progress), ranks, self._group)
 
     def _complete(self, partial: Path, progress: dict) -> None:
