@@ -20,9 +20,11 @@ TYPES = (
 )
 
 
-def constants_of(size: int, pack: int) -> dict:
-    heads = {"QH": 2 * pack, "KH": 2, "D": size, "DP": 256, "PACK": pack, "TOKENS": HOW.scores.rows // pack}
-    rows = {"Q_ROW": 2 * pack * size, "DOUT_ROW": 2 * pack * size, "K_ROW": 2 * size, "V_ROW": 2 * size}
+def constants_of(size: int, pack: int, kv_heads: int) -> dict:
+    heads = {"QH": kv_heads * pack, "KH": kv_heads, "D": size, "DP": 256, "PACK": pack}
+    heads |= {"TOKENS": HOW.scores.rows // pack}
+    rows = dict.fromkeys(("Q_ROW", "DOUT_ROW"), kv_heads * pack * size)
+    rows |= dict.fromkeys(("K_ROW", "V_ROW"), kv_heads * size)
     return heads | rows | {"ROWS": HOW.scores.rows, "BLOCK": HOW.product.keys, "PRECISION": "tf32"}
 
 
@@ -30,13 +32,13 @@ def tile(*extents: int) -> str:
     return f"tensordesc<bf16[{','.join(map(str, extents))}]>"
 
 
-@pytest.mark.parametrize(("size", "pack"), [(256, 8), (256, 6), (192, 8)])
-def test_kernels_compile_for_hopper_without_one(size, pack):
+@pytest.mark.parametrize(("size", "pack", "kv_heads"), [(256, 8, 2), (256, 8, 1), (256, 6, 2), (192, 8, 1)])
+def test_kernels_compile_for_hopper_without_one(size, pack, kv_heads):
     """Products on matrix units, blocks by bulk copies, and the shared memory and registers of a Hopper card.
 
     Rows come by bulk copies too where a tile of 128 rows holds whole tokens and a head's size is a power of two.
     """
-    constants = constants_of(size, pack)
+    constants = constants_of(size, pack, kv_heads)
     copied = size == 256
     keys = dict.fromkeys("kv", tile(HOW.scores.keys, 256)) if copied else {}
     made = [

@@ -168,15 +168,17 @@ def _key_products_kernel(
     ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
     DESCRIBED: tl.constexpr, Q_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Add a wave's part of dv (even programs) or dk (odd ones) of a key tile to what is there, dk unscaled."""
+    """Add a wave's part of dv (program 0 of axis 1) or dk (1) of a key tile to what is there, dk unscaled."""
     PACKS: tl.constexpr = QH // KH // PACK
-    kv_head = tl.program_id(0) // 2 % KH
-    entry = entries + (first_entry + tl.program_id(0) // (2 * KH)) * ENTRY
+    # An axis of its own: a number that is known to be 0 lets the compiler drop the loop over packs, and then it gives
+    # dv's and dk's tiles shared memory apart, twice what a card has.
+    kv_head = tl.program_id(0)
+    entry = entries + (first_entry + tl.program_id(2)) * ENTRY
     start, height, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     key, col = tl.arange(0, BLOCK), tl.arange(0, DP)
     at = kv_head * D + (tl.cast(start, tl.int64) + key)[:, None] * (KH * D) + col[None, :]
     mask = (key < height)[:, None] & (col < D)[None, :]
-    if tl.program_id(0) % 2 == 0:
+    if tl.program_id(1) == 0:
         # What earlier waves left is read first: after the products there are no registers for it.
         acc = _key_product(
             tl.load(dv + at, mask=mask, other=0.0), stored, dout, items, first, count, 0, slots, kv_head,
@@ -261,7 +263,7 @@ def _launch_key_products(q, dout, stored, dk, dv, blocks: Blocks, wave: Wave, sh
     whole = sizes.rows % pack == 0 and shape["ROWS"] % pack == 0
     given, described = sources([q, dout], [sizes.rows // pack, pack, q.shape[2]]) if whole else ([q, dout], False)
     if wave.key_entries[1]:
-        _key_products_kernel[(wave.key_entries[1] * 2 * shape["KH"],)](
+        _key_products_kernel[(shape["KH"], 2, wave.key_entries[1])](
             stored, *given, dk, dv, blocks.key_entries, blocks.items, wave.key_entries[0], blocks.most, q.shape[0],
             STEP=sizes.rows, ENTRY=KEY_ENTRY, DESCRIBED=described,
             num_warps=sizes.warps, num_stages=sizes.stages, **shape,
