@@ -4,7 +4,7 @@ import tests.kernels.interpreted  # isort: skip  # noqa: F401  # before anything
 
 import pytest
 
-from cp_engine.kernels.gdn.triton import dqkwg, packing
+from cp_engine.kernels.gdn.triton import dqkwg, forward_pass, packing
 from tests.gdn_oracle import forest_of_segments, random_forest
 from tests.kernels.gdn_cases import NAMES, case, rank_plans, whole_plan
 from tests.kernels.interpreted_gdn import (
@@ -31,7 +31,8 @@ def several_blocks(monkeypatch):
 
 @pytest.fixture
 def without_tiles(monkeypatch):
-    monkeypatch.setattr(dqkwg, "tiles_fit", lambda *_: False)
+    for module in (dqkwg, forward_pass):
+        monkeypatch.setattr(module, "tiles_fit", lambda *_: False)
 
 
 @pytest.fixture(params=["tiles", "no tiles"])

@@ -33,8 +33,8 @@ PADDED = {"KP": 128, "VP": 128}
 KEPT = {"KEEP": True, "STARTS": True, "EXITS": True, "TWIGS": True, "COLUMNS": 128}
 UNKEPT = {"KEEP": False, "rows": None, "new_v": None, "dexit": None, "drows": None, "dnew_v": None}
 # Slots are float32, the rows that other kernels read are not.
-SLOTS, FLOAT32_DK = {"states": "*fp32"}, {"dk": "*fp32"}
-TILES = FLOAT32_DK | dict.fromkeys(("dout", "new_v", "dnew_v", "states", "dstates"), "tensordesc<bf16[64, 128]>")
+SLOTS, FLOAT32_DK, WHOLE_ROWS = {"states": "*fp32"}, {"dk": "*fp32"}, "tensordesc<bf16[64, 128]>"
+TILES = FLOAT32_DK | dict.fromkeys(("dout", "new_v", "dnew_v", "states", "dstates"), WHOLE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ class Build:
         )
 
 
-def states(constants: dict, sizes: Sizes, stages: int) -> Build:
-    constants = PADDED | {"BV": sizes.columns} | constants
-    return Build(forward_pass._state_kernel, constants, sizes.warps, stages, SLOTS)
+def states(constants: dict, sizes: Sizes, stages: int, by_tiles: bool = True) -> Build:
+    constants = PADDED | {"BV": sizes.columns, "TILES": by_tiles} | constants
+    types = SLOTS | (dict.fromkeys(("k", "w"), WHOLE_ROWS) if by_tiles else {})
+    return Build(forward_pass._state_kernel, constants, sizes.warps, stages, types)
 
 
 def adjoint(constants: dict, sizes: Sizes, spilled: int = 0) -> Build:
@@ -70,6 +71,7 @@ BUILDS = {
     "states": states(KEPT, STATE, STATE.stages),
     "states alone": states(KEPT, STATE, ALONE),
     "wide states": states(KEPT, WIDE_STATE, WIDE_STATE.stages),
+    "states without tiles": states(KEPT, STATE, STATE.stages, by_tiles=False),
     "summary": states(UNKEPT | {"COLUMNS": 256}, STATE, ALONE),
     "adjoint": adjoint(KEPT, STATE),
     "wide adjoint": adjoint(KEPT, WIDE_STATE, spilled=32),
@@ -97,7 +99,8 @@ PIPELINED = BUILDS.keys() - {"twigs"}  # which has no loop
 @pytest.mark.parametrize("name", BUILDS)
 def test_compiles_for_hopper_without_one(name):
     """Every product on matrix units, and loads that the compiler pipelines (a loop around a loop it does not)."""
-    build, pipelined = BUILDS[name], "cp.async.bulk.tensor" if name == "dqkwg" else "cp.async"
+    build = BUILDS[name]
+    pipelined = "cp.async.bulk.tensor" if any("tensordesc" in x for x in build.types.values()) else "cp.async"
     made = build.compiled()
     assert "wgmma.mma_async" in made.ptx and "mma.sync" not in made.ptx
     assert pipelined in made.ptx or name not in PIPELINED
@@ -106,10 +109,20 @@ def test_compiles_for_hopper_without_one(name):
         assert made.spilled <= build.spilled, made.spilled
 
 
-def test_no_product_of_tiles_reads_what_was_transposed_in_registers():
+@pytest.mark.parametrize("name", ["dqkwg", "states alone", "wide states"])
+def test_no_product_of_tiles_reads_what_was_transposed_in_registers(name):
     """That is wrong on Hopper before Triton 3.7.1."""
-    turned = [line for line in BY_TILES.compiled().ttgir.splitlines() if "tt.trans " in line]
+    turned = [line for line in BUILDS[name].compiled().ttgir.splitlines() if "tt.trans " in line]
     assert all("xf32" in line for line in turned), turned
+
+
+@pytest.mark.parametrize("name", ["dqkwg", "states alone", "wide states"])
+def test_no_tile_is_stored_or_read_inside_a_branch(name):
+    """A store at a negative coordinate is an illegal instruction, and the pipeline forgets readers in branches."""
+    made = BUILDS[name].compiled()
+    assert "cp.async.bulk.tensor.2d.global" not in made.ptx
+    branches = made.ttgir.split("scf.if")[1:]
+    assert all("mutable" not in branch.split("\n      }")[0] for branch in branches)
 
 
 @pytest.mark.parametrize(("size", "stages"), [(256, 1), (128, solve_backward.STAGES)])

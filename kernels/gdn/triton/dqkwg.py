@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from cp_engine.kernels.gdn.triton.chain_tables import CHUNK_COLUMNS, StatePass
-from cp_engine.kernels.gdn.triton.dqkwg_tiles import dqkwg_tiles_kernel, tile_rows, tile_states, tiles_fit
+from cp_engine.kernels.gdn.triton.dqkwg_tiles import dqkwg_tiles_kernel
 from cp_engine.kernels.gdn.triton.primitives import decay_between, load_columns, load_each, load_rows, load_seen
+from cp_engine.kernels.gdn.triton.tiles import tile_rows, tile_states, tiles_fit
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 # One program adds up the value heads of a key head.
@@ -156,7 +157,7 @@ def dqkwg(
         "PRECISION": precision(k.dtype), "CHUNK_COLUMNS": CHUNK_COLUMNS, "num_warps": WARPS, "num_stages": STAGES,
     }  # fmt: skip
     parts, results = len(out.dtotal), (out.dq, out.dk, out.dw, out.dtotal)
-    if tiles_fit(key_dim, value_dim, k):
+    if tiles_fit(k, value_dim, key_dim):
         new_v, dout, dnew_v = (tile_rows(x, chunk_size, value_dim) for x in (new_v, dout, dnew_v))
         states, dstates = (tile_states(x, _block_keys(key_dim), value_dim) for x in (states, dstates))
         kernel = dqkwg_tiles_kernel[(len(walk.members) * key_heads * parts,)]

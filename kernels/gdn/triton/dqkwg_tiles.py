@@ -9,42 +9,8 @@ Shapes: as in `dqkwg`.
 
 from __future__ import annotations
 
-import torch
-
-from cp_engine.kernels.gdn.triton.primitives import (
-    decay_between,
-    load_columns,
-    load_each,
-    load_rows,
-    load_seen,
-    on_hopper,
-)
-from cp_engine.kernels.shared.triton import padded, tl, triton
-
-# Two buffers of five tiles of 64 x 128 take 160 of a multiprocessor's 227 KiB.
-LARGEST_VALUE = 128
-
-
-def tiles_fit(key_dim: int, value_dim: int, x: torch.Tensor) -> bool:
-    """Whether `dqkwg_tiles_kernel` can take rows like x: tiles are whole heads, powers of two, of 16 bits a number.
-
-    Cards before Hopper have no copy unit, and the compiler (Triton 3.6) fails on this kernel for later ones. The
-    interpreter knows no limit of memory, so there it takes float32 too.
-    """
-    whole = padded(key_dim) == key_dim and padded(value_dim) == value_dim <= LARGEST_VALUE
-    return whole and on_hopper(x.device) and (x.element_size() == 2 or x.device.type == "cpu")
-
-
-def tile_rows(x: torch.Tensor, rows: int, columns: int):
-    """A tensor descriptor of x [n, ...] as [n, product of the others]; tiles of ``rows`` and ``columns``."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(x.view(len(x), -1), [rows, columns])
-
-
-def tile_states(x: torch.Tensor, rows: int, columns: int):
-    """A tensor descriptor of states [R, H, K, V] as [R H K, V]; row -1 of a state lies outside."""
-    return tile_rows(x.view(-1, x.shape[-1]), rows, columns)
+from cp_engine.kernels.gdn.triton.primitives import decay_between, load_columns, load_each, load_rows, load_seen
+from cp_engine.kernels.shared.triton import tl, triton
 
 
 @triton.jit(do_not_specialize=["tokens_in_all"])

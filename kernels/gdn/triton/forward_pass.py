@@ -18,6 +18,7 @@ import torch
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.launch import state_sizes
 from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows
+from cp_engine.kernels.gdn.triton.tiles import tile_rows, tiles_fit
 from cp_engine.kernels.gdn.triton.twigs import run_twigs
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
@@ -26,8 +27,8 @@ from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 def _state_kernel(
     k, w, u, decay, ends, states, rows, new_v, chunks, chains, first_chain, slots,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
-    CHAIN_COLUMNS: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     chain = chains + (first_chain + tl.program_id(0)) * CHAIN_COLUMNS
     head = tl.program_id(1)
@@ -63,15 +64,23 @@ def _state_kernel(
         live = row < tokens
         value_at = start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
         live_value = live[:, None] & live_column[None, :]
-        erased = load_rows(w, start, row, head, inner, live, H, K)
+        line = tl.cast(start, tl.int32)
+        if TILES:
+            # Rows beyond the chunk's are those of another one: what comes of them is masked.
+            erased = w.load([line, head * K])
+        else:
+            erased = load_rows(w, start, row, head, inner, live, H, K)
         value = tl.load(u + value_at, mask=live[:, None] & has_value[None, :], other=0.0).to(tl.float32)
         value -= tl.dot(erased, state.to(erased.dtype), input_precision=PRECISION)
         total = load_each(decay, start, row, head, live, H)
         # In a chunk of several fragments the last token may have decayed less than others; nobody reads its state.
         left_value = tl.where(live[:, None], value * tl.exp2(tl.minimum(last - total, 0.0))[:, None], 0.0)
-        # Nobody reads the state that leaves a leaf: its keys stay where they are.
-        goes_on = live & (row * 0 + state_row >= 0)
-        keys = load_columns(k, start, row, head // (H // HK), inner, goes_on, HK, K)
+        if TILES:
+            keys = tl.trans(k.load([line, head // (H // HK) * K]))
+        else:
+            # Nobody reads the state that leaves a leaf: its keys stay where they are.
+            goes_on = live & (row * 0 + state_row >= 0)
+            keys = load_columns(k, start, row, head // (H // HK), inner, goes_on, HK, K)
         state = tl.dot(keys, left_value.to(keys.dtype), state * tl.exp2(last), input_precision=PRECISION)
         if KEEP:
             tl.store(new_v + value_at, value.to(new_v.dtype.element_ty), mask=live_value)
@@ -153,13 +162,16 @@ def _launch(k, w, u, decay, ends, states, rows, new_v, walk: StatePass, chunk_si
     heads, value_dim = u.shape[1:]
     key_heads, key_dim = k.shape[1:]
     columns = states.shape[3]
+    tiles = tiles_fit(k, key_dim)
+    if tiles and walk.levels:
+        k, w = (tile_rows(x, chunk_size, key_dim) for x in (k, w))
     for begin, end in walk.levels:
         sizes = state_sizes(value_dim, u.dtype, (end - begin) * heads, alone)
         blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
         _state_kernel[(end - begin, heads, blocks)](
             k, w, u, decay, ends, states, rows, new_v, walk.chunks, walk.chains, begin, walk.slots,
             HK=key_heads, H=heads, K=key_dim, V=value_dim, COLUMNS=columns, KP=padded(key_dim), BV=sizes.columns,
-            C=chunk_size, KEEP=rows is not None, PRECISION=precision(u.dtype),
+            C=chunk_size, KEEP=rows is not None, TILES=tiles, PRECISION=precision(u.dtype),
             CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
