@@ -155,7 +155,8 @@ class Engine:
         finite = math.isfinite(norm)
         if not finite and optimizer.on_nonfinite == "raise":
             raise RuntimeError(
-                f"the gradient norm of step {self.steps_done + 1} is {norm}; the weights are those from before it"
+                f"the gradient norm of step {self.steps_done + 1} is {norm}; the weights are those from before it. "
+                "Lower optimizer.lr, or set optimizer.on_nonfinite: skip to go on without such steps"
             )
         self.steps_done += 1
         return meter.summary(self.steps_done, norm, lr, not finite, started)
