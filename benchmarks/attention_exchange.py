@@ -34,9 +34,8 @@ class PresentShipment:
     def publish(self) -> None:
         pass
 
-    def start(self, part: int, into: torch.Tensor | None = None) -> Arrival:
-        received = self._new(part, self._parts[part].moves.rows_in) if into is None else into
-        return Arrival(received, lambda: None)
+    def start(self, part: int) -> Arrival:
+        return Arrival(self._new(part, self._parts[part].moves.rows_in), lambda: None)
 
     def _new(self, part: int, rows: int) -> torch.Tensor:
         return torch.empty((rows, *self._parts[part].row_shape), dtype=self._dtype, device=self._device)

@@ -62,10 +62,11 @@ class Costs:
     send_latency: int = 32_000
     # How much longer attention takes while rows are pulled, in percent of the pull: +2.6 to +5.3 % (anchors).
     pull_slowdown_percent: int = 5
-    # One more head group of `gather`: launches, forward and backward (predicted), and what it adds to the kernels, in
-    # per mille of their time: up to 22 for the second group, up to 14 for a further one (anchors, the gather pipeline).
+    # One more head group of `gather`: launches, forward and backward (predicted), and what it adds, in per mille of the
+    # kernels' time. Measured 2026-11-30 (commit 003e032, `art_5k16x100`, spread over two H200s, 12.2 ms of kernels): a
+    # layer took 14.8, 16.2 and 16.8 ms in one, two and four groups.
     group: int = 5_000
-    group_per_mille: int = 12
+    group_per_mille: int = 30
     # One kernel launch (predicted).
     launch: int = 5_000
 
@@ -205,7 +206,7 @@ def best_head_groups(
 ) -> int:
     """In how many groups `gather` works off the kv heads: the rule of the exchange itself, and of every prediction.
 
-    All fetching but a group's is hidden, against what each further group costs and joining the groups' outputs. The
+    All fetching but a group's is hidden, against what each further group costs and joining the groups' results. The
     prices are always those of `H200`, since all ranks must come to one number.
 
     Args:
@@ -215,7 +216,7 @@ def best_head_groups(
     row = 2 * kv_heads * head_dim
     # Keys and values come twice, their gradients go home once.
     fetch = rows * row * (2 * element_bytes + max(element_bytes, ACCUMULATION_BYTES)) * H200.pull_mib // MIB
-    joined = 2 * tokens * query_heads * head_dim * element_bytes * H200.memory_mib // MIB
+    joined = 4 * tokens * query_heads * head_dim * element_bytes * H200.memory_mib // MIB  # out and dq
     tile = _by_head_size(H200.tile_forward, head_dim) + _by_head_size(H200.tile_backward, head_dim)
     further = H200.group + pairs // TILE**2 * tile * query_heads // 1000 * H200.group_per_mille // 1000
     times = {
@@ -308,7 +309,7 @@ def gather_time(
     parts = []
     for work, alone, each, last, join in (
         (kernel[0], tokens[0], fetch, 0, joined),
-        (kernel[1], tokens[1], fetch + home, home, 0),
+        (kernel[1], tokens[1], fetch + home, home, joined),
     ):
         first = fetch
         hidden_at_most = work // groups

@@ -156,12 +156,10 @@ def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, sen
     local_keys, remote_keys = np.flatnonzero(~remote), np.empty(moves.rows_in, np.int64)
     assert (order[local_keys] == np.arange(len(local_keys))).all(), "every local token is seen, by itself"
     remote_keys[order[remote] - rows] = np.flatnonzero(remote)
-    # Received rows follow the local tokens; a padding row is no key.
-    order = np.where(remote, order - rows + len(local_keys), order)
-    tables = (send_rows, *np.unique(send_rows, return_inverse=True), order, local_keys, remote_keys)
-    most = int(owner_rows.max()), gather.most_pairs
+    tables = (send_rows, *np.unique(send_rows, return_inverse=True), local_keys, remote_keys)
     on_device = (torch.as_tensor(table, device=device) for table in tables)
-    return GatherTables(moves, *most, *on_device, intervals, head_groups)
+    most_rows = int(owner_rows.max())
+    return GatherTables(moves, most_rows, gather.most_pairs, len(order), *on_device, intervals, head_groups)
 
 
 @dataclass(frozen=True)

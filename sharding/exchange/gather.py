@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from cp_engine.sharding.cost import best_head_groups
-from cp_engine.sharding.exchange.rows import accumulation_dtype, take_rows
+from cp_engine.sharding.exchange.rows import accumulation_dtype, copy_rows, put_rows, take_rows
 from cp_engine.sharding.exchange.transport import Arrival, Part, Shipment, Transport
 from cp_engine.sharding.row_exchange import Moves
 
@@ -35,10 +35,10 @@ class GatherTables:
     moves: Moves  # of key rows
     most_rows: int  # rows of the rank, or team of `ulysses_gather`, that has most
     most_pairs: int  # visible pairs of the rank or team that has most
+    keys: int  # K
     send_rows: torch.Tensor  # int64 [sum(moves.send_counts)] local rows, receivers in rank order
     sent: torch.Tensor  # int64 [S] the local rows that are sent to anyone, each once
     place_sent: torch.Tensor  # int64 [sum(moves.send_counts)] place of each of ``send_rows`` in ``sent``
-    key_order: torch.Tensor  # int64 [K] index of each key row in concat(local rows, received rows)
     local_keys: torch.Tensor  # int64 [n] key row of each local token; empty for a padding row
     remote_keys: torch.Tensor  # int64 [K_in] key row of each received row
     intervals: Any  # the kernel's, over the K gathered key rows
@@ -102,22 +102,18 @@ class _Fetch:
         heads = self._groups[index].kv
         k = self._k[:, heads]
         local, received = self._rows, self._tables.moves.rows_in
-        if not received:
-            self._pending.append((k, self._shipment.start(index)))
-            return
-        joined = k.new_empty((local + received, 2, *k.shape[1:]))
-        arrival = self._shipment.start(index, joined[local:])
-        joined[:local, 0] = k[:local]
-        joined[:local, 1] = self._v[:local, heads]
-        self._pending.append((joined, arrival))
+        arrival = self._shipment.start(index)
+        gathered = k.new_empty((2, self._tables.keys if received else 0, *k.shape[1:]))
+        if received:
+            for own, rows in zip((k, self._v[:, heads]), gathered, strict=True):
+                put_rows(own[:local], self._tables.local_keys, rows)
+        self._pending.append((gathered, arrival))
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathered keys and values [K, hk, D] of the group that was started first."""
-        joined, arrival = self._pending.pop(0)
-        arrival.wait()
-        gathered = joined.new_empty((2, len(self._tables.key_order), *joined.shape[2:]))
-        for index, rows in enumerate(gathered):
-            take_rows(joined[:, index], self._tables.key_order, rows)
+        gathered, arrival = self._pending.pop(0)
+        for came, rows in zip(arrival.wait().unbind(1), gathered, strict=True):
+            put_rows(came, self._tables.remote_keys, rows)
         return gathered[0], gathered[1]
 
     def finish(self) -> None:
@@ -166,7 +162,8 @@ def gather_forward(
             break
         if out is None:
             out, lse = (x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in part)
-        out[:, group.query], lse[:, group.query] = part
+        for whole, of_group in zip((out, lse), part, strict=True):
+            copy_rows(of_group, whole[:, group.query])
     return out, (q, k, v, out, lse)
 
 
@@ -218,7 +215,7 @@ def gather_backward(
         if dq is None:
             dq = part_dq
         else:
-            dq[:, group.query] = part_dq
+            copy_rows(part_dq, dq[:, group.query])
         if dk is None:
             dk, dv = (torch.empty_like(k, dtype=part.dtype) for part in part_kv)
         for total, part in zip((dk, dv), part_kv, strict=True):

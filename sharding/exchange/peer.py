@@ -122,11 +122,9 @@ class PeerShipment:
             self._memory.barrier(PUBLISHED, self._timeout_ms)
         self._published = True
 
-    def start(self, part: int, into: torch.Tensor | None = None) -> Arrival:
+    def start(self, part: int) -> Arrival:
         moves, row_shape = self._parts[part].moves, self._parts[part].row_shape
-        if into is None:
-            into = torch.empty((moves.rows_in, *row_shape), dtype=self._dtype, device=self._device)
-        assert into.is_contiguous() and into.shape == (moves.rows_in, *row_shape) and into.dtype == self._dtype
+        into = torch.empty((moves.rows_in, *row_shape), dtype=self._dtype, device=self._device)
 
         def copy_blocks() -> None:
             if not self._published:

@@ -58,12 +58,8 @@ class Shipment(Protocol):
     def publish(self) -> None:
         """All parts are packed. Where reading waits for the senders, the compute stream waits here, once for all."""
 
-    def start(self, part: int, into: torch.Tensor | None = None) -> Arrival:
-        """The part is packed: start moving it.
-
-        Args:
-            into: contiguous [rows_in, *row_shape] that the rows are to arrive in; by default new memory.
-        """
+    def start(self, part: int) -> Arrival:
+        """The part is packed: start moving it."""
 
 
 class Transport(Protocol):
@@ -102,10 +98,10 @@ class _Collectives:
     def publish(self) -> None:
         pass
 
-    def start(self, part: int, into: torch.Tensor | None = None) -> Arrival:
+    def start(self, part: int) -> Arrival:
         moves = self._parts[part].moves
         packed = self._packed.pop(part)
-        received = self._new(part, moves.rows_in) if into is None else into
+        received = self._new(part, moves.rows_in)
         work = dist.all_to_all_single(
             received, packed, moves.recv_counts, moves.send_counts, group=self._group, async_op=True
         )
