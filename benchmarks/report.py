@@ -32,6 +32,7 @@ CASE = (
     "transport",
     "head_groups",
     "recompute",
+    "engine",
 )  # what a record is about
 RIVALS = ("contiguous", "zigzag", "snake", "chord")
 
