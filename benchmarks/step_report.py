@@ -58,6 +58,7 @@ def steps(records: list[dict]) -> str:
             "one_gpu_tokens_per_s",
             "efficiency",
             "mfu",
+            "one_gpu_mfu",
             "hfu",
             "tree_gib",
             "one_gpu_gib",

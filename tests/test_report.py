@@ -77,7 +77,7 @@ def test_steps_have_a_table_of_one_gpu_one_of_several_and_one_of_layers():
     }
     two = about | {"gpus": 2, "engine": "plain", "exchange": "gather", "tree_tokens": 140000, "tree_ms": 2100.0}
     two |= {"one_gpu_ms": 2000.0, "tokens_per_s_gpu": 35000, "one_gpu_tokens_per_s": 37000, "efficiency": 0.946}
-    two |= {"mfu": 0.44, "hfu": 0.58, "tree_gib": 60.0, "one_gpu_gib": 55.5}
+    two |= {"mfu": 0.44, "one_gpu_mfu": 0.46, "hfu": 0.58, "tree_gib": 60.0, "one_gpu_gib": 55.5}
     layer = {"bench": "step-layer", "model": "m", "workload": "toy", "gpus": 1, "tree_ms": 50.0, "tree_gib": 9.5}
     layer |= {"flat_ms": {"fa2": 220.0, "fa4": 190.0}, "flat_gib": {"fa2": 30.0, "fa4": 29.0}, "gain_over_fa2": 4.4}
     layer |= {"gain_over_fastest": 3.8, "flop_ratio": 4.2, "published_gain": 4.28, "mfu": 0.55, "error": {"fa2": 0.004}}
