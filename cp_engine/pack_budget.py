@@ -11,7 +11,8 @@ from torch import nn
 
 from cp_engine.config import Config, MemoryConfig, PackingConfig
 from cp_engine.distributed.ranks import Ranks
-from cp_engine.memory import RESERVED, MemorySetup, most_tokens, state_bytes
+from cp_engine.memory import RESERVED, most_tokens, state_bytes
+from cp_engine.memory_setup import MemorySetup
 from cp_engine.model_sizes import ModelSizes, sizes_of_config
 from cp_engine.models.lora import lora_layers
 from cp_engine.sharding.cost import MIB

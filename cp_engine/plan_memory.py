@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_engine.memory import Memory, MemorySetup, Traffic, accumulation, predict_memory
+from cp_engine.memory import Memory, predict_memory
+from cp_engine.memory_setup import MemorySetup, Traffic, accumulation
 from cp_engine.model_sizes import ModelSizes
 from cp_engine.prediction import ExchangeTime, Placement
 

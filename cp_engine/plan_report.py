@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_engine.machines import Machine
-from cp_engine.memory import MemorySetup
+from cp_engine.memory_setup import MemorySetup
 from cp_engine.model_sizes import ModelSizes
 from cp_engine.plan_memory import fullest_rank, memory_setup, rank_memory
 from cp_engine.prediction import ExchangeTime, Placement, Predictor, flat_time, one_gpu_time, place

@@ -8,7 +8,8 @@ import torch
 from cp_engine.config import parse_config
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
-from cp_engine.memory import RESERVED, MemorySetup, Traffic, predict_memory
+from cp_engine.memory import RESERVED, predict_memory
+from cp_engine.memory_setup import MemorySetup, Traffic
 from cp_engine.model_sizes import model_sizes
 from cp_engine.models.load import load_model
 from cp_engine.models.lora import add_lora

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cp_engine.config import read_config
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
-from cp_engine.memory import MemorySetup
+from cp_engine.memory_setup import MemorySetup
 from cp_engine.model_sizes import model_sizes
 from cp_engine.pack_budget import pack_budget
 from cp_engine.rollouts import Rollout, read_rollouts

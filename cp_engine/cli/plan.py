@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cp_engine.machines import MACHINES, machine
-from cp_engine.memory import RECOMPUTE
+from cp_engine.memory_setup import RECOMPUTE
 from cp_engine.model_sizes import model_sizes
 from cp_engine.plan_memory import ENGINES
 from cp_engine.plan_picture import check_picture, write_picture

@@ -2,16 +2,23 @@
 
 from tests.kernels.interpreted import single_configurations  # isort: skip  # before anything that imports Triton
 
+import gc
+
 import pytest
 import torch
 
 from cp_engine.kernels.conv import Channels, conv_tables, qkv, qkv_backward, rows_backward
+from cp_engine.kernels.conv import triton as conv_triton
+from cp_engine.layer_memory import recurrence_bytes
 from cp_engine.layers.gdn import GdnHeads, gdn_tables, tree_gated_delta_rule
+from cp_engine.model_sizes import ModelSizes
+from cp_engine.sharding.cost import ModelShape
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import layout_from_cuts
 from tests.gdn_oracle import forest_of_segments, layer_case, layer_truth, relative_errors
 from tests.kernels.attention_oracle import poisoned_memory
 from tests.ranks import run_ranks
+from tests.test_memory import LiveBytes
 
 BOUND = 1e-5  # float32; see the log for what is seen
 HEADS = GdnHeads(1, 2, 16, 16)
@@ -110,3 +117,28 @@ def test_a_lost_reader_shows():
     readers.row_ptr[1:] -= 1
     errors = relative_errors(run_conv("triton", torch.float32, case), run_conv("reference", torch.float64, case))
     assert errors[-1] > 1e-3, errors
+
+
+@pytest.mark.parametrize("heads", [GdnHeads(1, 2, 64, 64), GdnHeads(2, 2, 16, 16)], ids=["states", "rows"])
+def test_backward_holds_what_the_memory_model_counts(heads, monkeypatch):
+    """Of full chunks, in float32."""
+    single_configurations()
+    monkeypatch.setattr(conv_triton, "SPLITS", 1)  # partial sums of the convolution's weight are nothing to many tokens
+    tokens = 256
+    forest = forest_of_segments([(-1, tokens)])
+    tables = gdn_tables(gdn_plan(forest, layout_from_cuts([0, tokens], [0], 1), 0, "affine", 4), 0)
+    case = layer_case(tokens, 11, heads)
+    leaves = [x.float().requires_grad_() for x in (case.mixed, case.weight, case.g, case.beta)]
+    dout = case.dout.float()
+    tables.make_for_triton()
+    with LiveBytes([*leaves, dout]) as live:
+        o = tree_gated_delta_rule(*leaves, tables, None, heads, "triton")
+        gc.collect()  # the interpreter's own objects hold on to the arguments of its last kernel
+        kept, live.peak = live.now, 0
+        o.backward(dout)
+    sizes = ModelShape(
+        hidden=1, mlp_width=1, attention_layers=1, query_heads=1, kv_heads=1, head_dim=1, gdn_layers=1,
+        gdn_key_heads=heads.key_heads, gdn_value_heads=heads.value_heads, element_bytes=4,
+    )  # fmt: skip
+    model = ModelSizes("one", sizes, 1, 1, gdn_key_dim=heads.key_dim, gdn_value_dim=heads.value_dim)
+    assert recurrence_bytes(model) == pytest.approx((live.peak - kept) / tokens, rel=0.1)
