@@ -36,13 +36,12 @@ class Costs:
     # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
     query_tile_forward: int = 30_800
     query_tile_backward: int = 122_500
-    # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: between the H200 times of one chain (150 and
-    # 317 us) and of trees (122 to 125 and 310). Both together within 5 % of each. Measured 2026-11-30, commit 2440f4c;
-    # of backward's 405 and 393 what two kernels gained in the sweep of commit 896c69d is taken off.
-    chunk_forward: int = 130_000
-    chunk_backward: int = 315_000
+    # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: between the H200 times of one chain (141 and
+    # 315 us) and of trees (117 to 119 and 305 to 306; measured 2026-11-30, commit 003e032). Both together within 5 %.
+    chunk_forward: int = 126_000
+    chunk_backward: int = 310_000
     # Extra share, in percent, on tokens between an entry and an exit (predicted from operation counts).
-    through_forward_percent: int = 73
+    through_forward_percent: int = 75
     through_backward_percent: int = 24
     # 10**12 operations of dense products: 8192 x 8192 x 8192 in bf16 at 781 TFLOP/s (anchors). Backward is twice that.
     tera_product: int = 1_280_000
