@@ -38,7 +38,7 @@ def pack_rounds(trie: RowTrie, units: list[Unit], budget: int, groups: int, pric
     for _ in range(_STEPS if groups > 1 else 0):
         if high - low < 2 or cost * groups <= _EVEN * sum(pack_costs(trie, best, prices)):
             break
-        middle = math.isqrt(low * high)
+        middle = max(low + 1, math.isqrt(low * high))
         packs = pack_places(trie, units, middle)
         if len(packs) > most:
             low = middle

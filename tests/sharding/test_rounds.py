@@ -105,6 +105,8 @@ def test_an_empty_step_and_equal_rollouts():
     nothing = np.empty(0, np.int64)
     (pack,) = pack_rollouts(nothing, np.zeros(1, np.int64), nothing, nothing, dp=2, dp_prices=PRICES)
     assert pack.tokens == 0
+    ones = Rows([[token] for token in range(9)], [0] * 9)
+    assert max(pack.tokens for pack in packed(ones, max_pack_tokens=None, dp=4, dp_prices=TOKENS)) == 3
     rows = Rows([[1, 2, 3]] * 4, [0] * 4)
     packs = packed(rows, max_pack_tokens=None, dp=2, dp_prices=PRICES)
     assert sum(len(pack.rollouts) for pack in packs) == 4
