@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from cp_engine.sharding.exchange.kept import kept
-from cp_engine.sharding.exchange.rows import all_to_all_rows
+from cp_engine.sharding.exchange.rows import all_to_all_rows, put_rows
 from cp_engine.sharding.relayout import Relayout
 
 
@@ -95,8 +95,8 @@ def _move(x: torch.Tensor, tables: RelayTables, group) -> torch.Tensor:
         return x.index_select(0, tables.stay_from)  # ``stay_to`` ascends
     make = x.new_empty if tables.whole_after else x.new_zeros
     out = make((tables.rows_after, *x.shape[1:]))
-    out.index_copy_(0, tables.stay_to, x.index_select(0, tables.stay_from))
-    if tables.moved:
-        packed = x.index_select(0, tables.send_rows)
-        out.index_copy_(0, tables.recv_rows, all_to_all_rows(packed, tables.send_counts, tables.recv_counts, group))
-    return out
+    put_rows(x.index_select(0, tables.stay_from), tables.stay_to, out)
+    if not tables.moved:
+        return out
+    packed = x.index_select(0, tables.send_rows)
+    return put_rows(all_to_all_rows(packed, tables.send_counts, tables.recv_counts, group), tables.recv_rows, out)
