@@ -124,12 +124,11 @@ def pack_rollouts(
         loss_mask: bool [N].
         share: ``batch``, or ``group`` to share tokens only inside a group.
         share_key: int [N]; equal ids share only where it is equal too.
-        max_pack_tokens: the budget; None makes one pack, or one for each of several groups.
+        max_pack_tokens: the budget; None makes one pack for each group.
         coupled: int [R]; rollouts of equal number stay in one pack (a loss couples them). None: every one is free.
         run_prices: shared runs that are dearer than copies at these prices are given up (`share_or_replay`), except in
             coupled rollouts that fit the budget only with them. None: everything is shared.
-        dp: data-parallel groups that the packs are dealt to.
-        dp_prices: what packs are compared by where there are several groups (`pack_rounds`).
+        dp: data-parallel groups; for several, ``dp_prices`` are what packs are compared by (`pack_rounds`).
 
     Raises:
         ValueError: for a rollout, or a coupled set of them, that is over the budget alone.
