@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -21,12 +23,14 @@ class PlainModel(TorchModel):
     def __init__(self, tree: TreeCausalLM, optimizer: OptimizerConfig, ranks: Ranks):
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         updated = {}
+        # A tensor's hook is nothing that Python's collector looks into: with the model in it neither were ever freed.
+        move_gradient = weakref.WeakMethod(self._move_gradient)
         for name, parameter in tree.causal_lm.named_parameters():
             if parameter.requires_grad:
                 updated[name] = parameter
                 if parameter.dtype == torch.bfloat16:
                     updated[name] = self.masters[parameter] = nn.Parameter(parameter.detach().float())
-                    parameter.register_post_accumulate_grad_hook(self._move_gradient)
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: move_gradient()(parameter))
         super().__init__(tree, updated, optimizer, ranks)
 
     def _move_gradient(self, parameter: nn.Parameter) -> None:

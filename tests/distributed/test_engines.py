@@ -1,5 +1,8 @@
 """The engines on (dp, cp) meshes: loss, gradients and weights equal to flat rows, whoever holds the weights."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -205,3 +208,21 @@ def test_bfloat16_adapters_learn_on_a_frozen_sharded_model():
     )
     np.testing.assert_allclose(sharded[0], plain[0], rtol=2e-2)
     assert plain[0][-1] < plain[0][0] - 0.02 and sharded[1] == plain[1] == {torch.bfloat16}
+
+
+def what_stays(name: str) -> list[str]:
+    """Of an engine that has trained and that nobody refers to any more, what is still in memory."""
+    ranks = this_rank()
+    sections = {"dtype": "bfloat16", "engine": {"name": name}, "parallel": {"cp": ranks.world}}
+    engine = Engine(tiny_config(sections), ranks)
+    engine.train_step(sample())
+    weight = next(engine.model.causal_lm.parameters())
+    watched = {name: weakref.ref(x) for name, x in {"engine": engine, "model": engine.model, "weight": weight}.items()}
+    del engine, weight
+    gc.collect()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_nobody_refers_to_is_freed(name):
+    assert run_ranks(2, what_stays, name)[0] == []
