@@ -145,7 +145,7 @@ class Engine:
             raise ValueError("this engine was made with only_scores, so its weights are frozen: make another to train")
         started = time.perf_counter()
         step = self.lookahead.step(rollouts)
-        require_equal_digests(step.digest(), "step", self.ranks)
+        self._require_equal(step, "step")
         self.distributed.zero_grad()
         meter = StepMeter(step, self.mesh, self.metered)
         self.accumulate_gradients(step, meter, upcoming)
@@ -169,12 +169,15 @@ class Engine:
         Afterwards the ranks hold the step's whole gradients: each one all of them with ``engine.name: plain``.
         """
         accumulate, loss = accumulation_dtype(self.dtype), self.config.loss
-        packs, balance = self._packs(step, upcoming), None
+        packs, balance = self._packs(step), None
         if loss.router_aux_coef:
             packs = list(packs)
             balance = self._router_balance(step, [on_device for _, on_device, _ in packs])
         for planned, on_device, last in packs:
             result = pack_loss(self.distributed, on_device, step, planned.pack, loss, accumulate, balance)
+            if last and upcoming is not None:
+                # Not before: the device has nothing to do yet, and a planning thread keeps the forward from it.
+                self.lookahead.begin(upcoming)
             self.distributed.backward(result.loss, last)
             if meter is not None:
                 meter.add(planned.placed, planned.plan, result, planned.seconds, planned.waited)
@@ -193,17 +196,14 @@ class Engine:
         self.distributed.after_forward()
         return balance
 
-    def _packs(
-        self, step: StepData, upcoming: Sequence[Rollout] | None = None
-    ) -> Iterator[tuple[PlannedPack, DevicePack, bool]]:
+    def _require_equal(self, step: StepData, what: str) -> None:
+        if self.ranks.group is not None:
+            require_equal_digests(step.digest, what, self.ranks)
+
+    def _packs(self, step: StepData) -> Iterator[tuple[PlannedPack, DevicePack, bool]]:
         """This DP group's packs of a step on the device, and whether each is the last."""
-
-        def begin_upcoming():
-            if upcoming is not None:
-                self.lookahead.begin(upcoming)
-
         rounds = -(-max(1, len(step.packs)) // self.mesh.dp)
-        for index, planned in enumerate(self.lookahead.planned(step, begin_upcoming)):
+        for index, planned in enumerate(self.lookahead.planned(step)):
             require_equal_digests(planned.plan.digest, "pack plan", self.ranks, self.mesh.cp)
             context = self.mesh.context
             placed = planned.placed
@@ -238,7 +238,7 @@ class Engine:
         """
         temperature = self.config.loss.temperature
         step = self._prepare(rollouts, LossConfig(name="sft"))
-        require_equal_digests(step.digest(), "batch", self.ranks)
+        self._require_equal(step, "batch")
         found = torch.zeros(len(step.flat.token), dtype=torch.float64, device=self.ranks.device)
         for planned, on_device, _ in self._packs(step):
             edge_logprob, _ = self.distributed(on_device, temperature=temperature)
@@ -260,6 +260,8 @@ class Engine:
                 "router's own choices, which they replace; set it to 0"
             )
         step = prepare_step(rollouts, self.packing, loss, self.shape, self.mesh.dp)
+        if self.ranks.group is not None:
+            _ = step.digest  # here, where the planning thread may be
         if len(step.packs) < self.mesh.dp and self.ranks.is_first:
             _warn_of_idle_groups(len(step.packs), self.mesh.dp)
         return step

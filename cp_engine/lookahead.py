@@ -50,7 +50,8 @@ class Lookahead:
         self._ready: tuple[StepData, PlannedPack] | None = None  # a prepared step and its first pack
 
     def begin(self, rollouts: Sequence[Rollout]) -> None:
-        """Prepare a step that comes next, and plan its first pack."""
+        """Prepare a step that comes next, and plan its first pack; to be called when all packs of this one are
+        planned."""
 
         def work() -> tuple[StepData, PlannedPack]:
             step = self._prepare(rollouts)
@@ -66,20 +67,14 @@ class Lookahead:
         self._ready = begun[1].result()
         return self._ready[0]
 
-    def planned(self, step: StepData, then: Callable[[], None] | None = None) -> Iterator[PlannedPack]:
-        """The packs of this rank's DP group, each planned while the one before it runs.
-
-        Args:
-            then: called once the last one is planned.
-        """
+    def planned(self, step: StepData) -> Iterator[PlannedPack]:
+        """The packs of this rank's DP group, each planned while the one before it runs."""
         packs = self._own_packs(step)
         ready, self._ready = self._ready, None
         planned = ready[1] if ready is not None and ready[0] is step else self._timed(packs[0])
         waited = 0.0 if ready is not None and ready[0] is step else planned.seconds
         for following in [*packs[1:], None]:
             future = None if following is None else self._thread.submit(self._timed, following)
-            if future is None and then is not None:
-                then()
             yield replace(planned, waited=waited)
             if future is not None:
                 started = time.perf_counter()
