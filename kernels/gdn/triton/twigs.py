@@ -24,11 +24,11 @@ def _twig_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # All heads of a chunk run together: they read the same rows.
-    chunk, head = tl.load(twigs + tl.program_id(1)), tl.program_id(0)
+    # All heads of a chunk run together: they read the same rows. One axis, since the others end at 65,535.
+    chunk, head = tl.load(twigs + tl.program_id(0) // H), tl.program_id(0) % H
     start = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS), tl.int64)
     enters = tl.cast(tl.load(chunks + chunk * CHUNK_COLUMNS + 5), tl.int64)
-    row, inner, column = tl.arange(0, C), tl.arange(0, KP), tl.program_id(2) * BV + tl.arange(0, BV)
+    row, inner, column = tl.arange(0, C), tl.arange(0, KP), tl.program_id(1) * BV + tl.arange(0, BV)
     live = row < tl.load(chunks + chunk * CHUNK_COLUMNS + 1)
     erased = load_rows(w, start, row, head, inner, live, H, K)
     at = rows + (enters * H + head) * (K * V) + inner[:, None] * V + column[None, :]
@@ -55,7 +55,7 @@ def run_twigs(
     heads, key_dim, value_dim = rows.shape[1:]
     sizes = FLOAT32 if u.dtype == torch.float32 else TWIGS
     columns = min(sizes.columns, padded(value_dim))
-    _twig_kernel[(heads, len(walk.twigs), triton.cdiv(value_dim, columns))](
+    _twig_kernel[(heads * len(walk.twigs), triton.cdiv(value_dim, columns))](
         w, u, rows, new_v, walk.chunks, walk.twigs,
         H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=columns, C=chunk_size, PRECISION=precision(u.dtype),
         CHUNK_COLUMNS=CHUNK_COLUMNS, num_warps=sizes.warps, num_stages=sizes.stages,
