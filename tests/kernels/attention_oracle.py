@@ -9,9 +9,11 @@ import contextlib
 from dataclasses import dataclass
 from unittest import mock
 
+import numpy as np
 import torch
 
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.intervals import RowIntervals
 
 
 @dataclass(frozen=True)
@@ -144,3 +146,31 @@ def poisoned_memory():
         mock.patch.object(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty)),
     ):
         yield
+
+
+def partly_blind() -> tuple[RowIntervals, torch.Tensor]:
+    """Eight rows over nine keys, and what they see, bool [8, 9].
+
+    Rows 0, 3 and 4 see nothing, the diagonal of the last run starts empty, and keys 0 and 7 on are seen by no one.
+    """
+    arrays = RowIntervals(
+        rows=8,
+        run_row=np.array([1, 3, 5]),
+        run_length=np.array([2, 1, 3]),
+        span_ptr=np.array([0, 1, 1, 1]),
+        span_lo=np.array([3]),
+        span_hi=np.array([5]),
+        diag_lo=np.array([1, -1, 5]),
+        diag_hi=np.array([2, -1, 5]),
+    )
+    mask = torch.zeros(8, 9, dtype=torch.bool)
+    for row in range(8):
+        for lo, hi in arrays.of_row(row):
+            mask[row, lo:hi] = True
+    return arrays, mask
+
+
+def blind(rows: int) -> RowIntervals:
+    """Rows that see nothing."""
+    none = np.empty(0, np.int64)
+    return RowIntervals(rows, none, none, np.zeros(1, np.int64), none, none, none, none)

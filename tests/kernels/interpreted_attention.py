@@ -13,12 +13,14 @@ from cp_engine.kernels.attention.triton import backward_pass, forward_pass, prim
 from cp_engine.kernels.attention.triton.primitives import Sizes
 from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.forest import build_forest
-from cp_engine.sharding.intervals import RowIntervals, visible_intervals
+from cp_engine.sharding.intervals import visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
 from tests.forests import random_layout, random_rows, random_variety
 from tests.kernels.attention_oracle import (
     Tensors,
+    blind,
     dense_attention,
+    partly_blind,
     poisoned_memory,
     random_tensors,
     relative_error,
@@ -193,38 +195,27 @@ def long_forest():
 
 def test_rows_that_see_nothing_and_keys_that_nobody_sees():
     """Rows 0, 3 and 4 see nothing; the diagonal of run 2 starts empty; keys 0 and 7 on are seen by no one."""
-    arrays = RowIntervals(
-        rows=8,
-        run_row=np.array([1, 3, 5]),
-        run_length=np.array([2, 1, 3]),
-        span_ptr=np.array([0, 1, 1, 1]),
-        span_lo=np.array([3]),
-        span_hi=np.array([5]),
-        diag_lo=np.array([1, -1, 5]),
-        diag_hi=np.array([2, -1, 5]),
-    )
-    mask = torch.zeros(8, 9, dtype=torch.bool)
-    for row in range(8):
-        for lo, hi in arrays.of_row(row):
-            mask[row, lo:hi] = True
+    arrays, mask = partly_blind()
     x, keys = random_tensors(8, (4, 2), 16, 0, torch.float32), random_tensors(9, (4, 2), 16, 1, torch.float32)
     got = run(x, keys, Intervals.from_arrays(arrays))
-    blind, unseen = ~mask.any(1), ~mask.any(0)
-    assert (got["out"][blind] == 0).all() and (got["lse"][blind] == -torch.inf).all() and (got["dq"][blind] == 0).all()
+    unseeing, unseen = ~mask.any(1), ~mask.any(0)
+    assert (
+        (got["out"][unseeing] == 0).all()
+        and (got["lse"][unseeing] == -torch.inf).all()
+        and (got["dq"][unseeing] == 0).all()
+    )
     assert (got["dk"][unseen] == 0).all() and (got["dv"][unseen] == 0).all()
-    rows = Tensors(x.q[~blind], keys.k, keys.v, x.dout[~blind])
-    truth = dense_attention(mask[~blind], rows)
+    rows = Tensors(x.q[~unseeing], keys.k, keys.v, x.dout[~unseeing])
+    truth = dense_attention(mask[~unseeing], rows)
     for name in NAMES:
-        mine = got[name] if name in ("dk", "dv") else got[name][~blind]
+        mine = got[name] if name in ("dk", "dv") else got[name][~unseeing]
         assert relative_error(mine, truth[name]) < BOUND, name
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
 def test_zero_rows(queries, keys):
-    none = np.empty(0, np.int64)
-    arrays = RowIntervals(queries, none, none, np.zeros(1, np.int64), none, none, none, none)
     x, y = random_tensors(queries, (4, 2), 16, 0, torch.float32), random_tensors(keys, (4, 2), 16, 0, torch.float32)
-    got = run(x, y, Intervals.from_arrays(arrays))
+    got = run(x, y, Intervals.from_arrays(blind(queries)))
     assert got["out"].shape == x.q.shape and (got["out"] == 0).all() and (got["lse"] == -torch.inf).all()
     assert not any(got[name].any() for name in ("dq", "dk", "dv"))
 

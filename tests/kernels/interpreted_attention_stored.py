@@ -15,11 +15,12 @@ from cp_engine.kernels.attention.triton.blocks import build_blocks
 from cp_engine.kernels.attention.triton.primitives import Sizes
 from cp_engine.kernels.attention.triton.stored_pass import Stored
 from cp_engine.sharding.attention_plan import attention_plan
-from cp_engine.sharding.intervals import RowIntervals
 from tests.forests import random_layout, random_rows, random_variety
 from tests.kernels.attention_oracle import (
     Tensors,
+    blind,
     dense_attention,
+    partly_blind,
     poisoned_memory,
     random_tensors,
     relative_error,
@@ -160,10 +161,8 @@ def test_runs_are_equal_to_the_bit_on_any_slice_of_heads():
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
 def test_zero_rows(queries, keys):
-    none = np.empty(0, np.int64)
-    arrays = RowIntervals(queries, none, none, np.zeros(1, np.int64), none, none, none, none)
     x, y = random_tensors(queries, (4, 2), 16, 0, torch.float32), random_tensors(keys, (4, 2), 16, 0, torch.float32)
-    got = run(x, y, Intervals.from_arrays(arrays))
+    got = run(x, y, Intervals.from_arrays(blind(queries)))
     assert got["dq"].shape == x.q.shape and not any(got[name].any() for name in NAMES)
 
 
@@ -195,31 +194,16 @@ def test_fifty_forests_need_no_new_compilation(monkeypatch):
 
 def test_rows_that_see_nothing_and_keys_that_nobody_sees():
     """Rows 0, 3 and 4 see nothing, keys 0 and 7 on are seen by no one; and a call in which nobody sees anything."""
-    arrays = RowIntervals(
-        rows=8,
-        run_row=np.array([1, 3, 5]),
-        run_length=np.array([2, 1, 3]),
-        span_ptr=np.array([0, 1, 1, 1]),
-        span_lo=np.array([3]),
-        span_hi=np.array([5]),
-        diag_lo=np.array([1, -1, 5]),
-        diag_hi=np.array([2, -1, 5]),
-    )
-    mask = torch.zeros(8, 9, dtype=torch.bool)
-    for row in range(8):
-        for lo, hi in arrays.of_row(row):
-            mask[row, lo:hi] = True
+    arrays, mask = partly_blind()
     x, keys = random_tensors(8, (4, 2), 16, 0, torch.float32), random_tensors(9, (4, 2), 16, 1, torch.float32)
     got = run(x, keys, Intervals.from_arrays(arrays), accumulate_kv=True)
-    blind, unseen = ~mask.any(1), ~mask.any(0)
-    assert (got["dq"][blind] == 0).all() and (got["dk"][unseen] == 0).all() and (got["dv"][unseen] == 0).all()
-    truth = dense_attention(mask[~blind], Tensors(x.q[~blind], keys.k, keys.v, x.dout[~blind]))
+    unseeing, unseen = ~mask.any(1), ~mask.any(0)
+    assert (got["dq"][unseeing] == 0).all() and (got["dk"][unseen] == 0).all() and (got["dv"][unseen] == 0).all()
+    truth = dense_attention(mask[~unseeing], Tensors(x.q[~unseeing], keys.k, keys.v, x.dout[~unseeing]))
     for name in NAMES:
-        mine = got["dq"][~blind] if name == "dq" else got[name]
+        mine = got["dq"][~unseeing] if name == "dq" else got[name]
         assert relative_error(mine, truth[name]) < BOUND, name
-    none = np.empty(0, np.int64)
-    nothing = RowIntervals(8, none, none, np.zeros(1, np.int64), none, none, none, none)
-    got = run(x, keys, Intervals.from_arrays(nothing))
+    got = run(x, keys, Intervals.from_arrays(blind(8)))
     assert not any(got[name].any() for name in NAMES)
 
 

@@ -9,13 +9,15 @@ import torch
 from cp_engine.kernels.attention import Intervals, attention, attention_backward, fa4, rectangles
 from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.forest import build_forest
-from cp_engine.sharding.intervals import RowIntervals, visible_intervals
+from cp_engine.sharding.intervals import visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
 from tests.forests import comb_rows, random_layout, random_rows, random_variety
 from tests.kernels import dense_fa4
 from tests.kernels.attention_oracle import (
     Tensors,
+    blind,
     dense_attention,
+    partly_blind,
     poisoned_memory,
     random_tensors,
     relative_error,
@@ -94,25 +96,14 @@ def test_keys_of_an_exchange(exchange):
 
 
 def test_rows_that_see_nothing_and_a_diagonal_that_starts_empty():
-    arrays = RowIntervals(
-        rows=8,
-        run_row=np.array([1, 3, 5]),
-        run_length=np.array([2, 1, 3]),
-        span_ptr=np.array([0, 1, 1, 1]),
-        span_lo=np.array([3]),
-        span_hi=np.array([5]),
-        diag_lo=np.array([1, -1, 5]),
-        diag_hi=np.array([2, -1, 5]),
-    )
-    intervals = Intervals.from_arrays(arrays)
+    intervals = Intervals.from_arrays(partly_blind()[0])
     x, keys = random_tensors(8, (4, 2), 8, 0), random_tensors(9, (4, 2), 8, 1)
     assert worst_error(run(x, keys, intervals), run(x, keys, intervals, "reference")) < 1e-12
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
 def test_zero_rows(queries, keys):
-    none = np.empty(0, np.int64)
-    intervals = Intervals.from_arrays(RowIntervals(queries, none, none, np.zeros(1, np.int64), none, none, none, none))
+    intervals = Intervals.from_arrays(blind(queries))
     got = run(random_tensors(queries, (4, 2), 8, 0), random_tensors(keys, (4, 2), 8, 0), intervals)
     assert not any(got[name].any() for name in NAMES)
 
