@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cp_engine.losses.settings import LossConfig
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+def _number_auto_or_null(least: int) -> AfterValidator:
+    def check(value: int | str | None) -> int | str | None:
+        if value not in (None, "auto") and (isinstance(value, str) or value < least):
+            raise ValueError(f"expected a number of at least {least}, auto, or null; got {value!r}")
+        return value
+
+    return AfterValidator(check)
 
 
 class ModelConfig(_Section):
@@ -97,20 +106,13 @@ class ParallelConfig(_Section):
 class PackingConfig(_Section):
     share: Literal["batch", "group"] = "batch"
     """Share prefixes over the whole step, or only inside a group."""
-    max_pack_tokens: int | str | None = None
+    max_pack_tokens: Annotated[int | str | None, _number_auto_or_null(2)] = None
     """Most tree tokens that go through the model at once, over all ranks of a data-parallel group; null gives each
     group one pack, auto takes as many as are predicted to fit into a GPU's memory (docs/memory.md). Packs are smaller
     where that keeps all groups busy in as few rounds."""
     share_or_replay: bool = False
     """Copy a short shared run for each of its branches where the cost model predicts that sharing it costs more (many
     branches of few tokens). Its prices are those of an H200, so it is off where nobody asked for it."""
-
-    @field_validator("max_pack_tokens")
-    @classmethod
-    def _is_a_budget(cls, value: int | str | None) -> int | str | None:
-        if value not in (None, "auto") and (isinstance(value, str) or value < 2):
-            raise ValueError(f"expected a number of at least 2, auto, or null; got {value!r}")
-        return value
 
 
 class EngineConfig(_Section):
@@ -142,18 +144,11 @@ class MemoryConfig(_Section):
     recompute: Literal["none", "layers", "layers_keep_mixers"] = "none"
     """What decoder layers compute again in backward instead of keeping it (docs/memory.md): nothing; all but what
     exchanges brought from other ranks; or all but that and the outputs of attention and Gated DeltaNet kernels."""
-    recompute_layers: int | str | None = None
+    recompute_layers: Annotated[int | str | None, _number_auto_or_null(1)] = None
     """Recompute so many decoder layers, the first ones; null means all of them, auto as few as are predicted to make a
     pack of packing.max_pack_tokens fit into a GPU's memory."""
     offload_activations: bool = False
     """Keep what recomputed layers keep in host memory; for GPUs."""
-
-    @field_validator("recompute_layers")
-    @classmethod
-    def _is_a_number_of_layers(cls, value: int | str | None) -> int | str | None:
-        if value not in (None, "auto") and (isinstance(value, str) or value < 1):
-            raise ValueError(f"expected a number of at least 1, auto, or null; got {value!r}")
-        return value
 
     @model_validator(mode="after")
     def _layers_are_recomputed(self) -> MemoryConfig:
