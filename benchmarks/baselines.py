@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cp_engine.sharding.chord import chord_layout
-from cp_engine.sharding.cost import ModelShape, split_prices
+from cp_engine.sharding.cost import ModelShape
+from cp_engine.sharding.layer_time import split_prices
 from cp_engine.sharding.layout import Layout
 from cp_engine.sharding.measure import Survey
 from cp_engine.sharding.simple_layouts import simple_layouts

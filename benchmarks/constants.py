@@ -28,7 +28,8 @@ from benchmarks.attention_problem import Problem, make_problem
 from benchmarks.attention_ranks import say
 from benchmarks.attention_workloads import DATA, WORKLOADS, Workload
 from cp_engine.kernels.attention import attention, attention_backward
-from cp_engine.sharding.cost import H200, MIB, Costs, kernel_time
+from cp_engine.sharding.cost import H200, MIB, Costs
+from cp_engine.sharding.layer_time import kernel_time
 from cp_engine.sharding.layout import contiguous_layout
 from cp_engine.sharding.measure import TILE, Survey, measure
 

@@ -5,9 +5,9 @@
 Projections, convolution, gates, recurrence, norm and output gate; bf16. A time is that of the slowest rank from a
 common start on the streams. ``ratio`` is that time over the layer's on one GPU with a P-th of the tokens, in the same
 run (all GPUs at once, each alone). Results are compared with the layer on one GPU with all tokens; wrong ones get no
-ratio. The prediction is the planner's (`cp_engine/sharding/cost.py`), for the exchange ``affine``. Stages are those of
-rank 0. Where the planner gives GDN layers a layout of their own, the layer works in that one, and ``relay_ms`` is what
-moving the hidden states around one run of layers takes, forward and backward.
+ratio. The prediction is the planner's (`cp_engine/sharding/layer_time.py`), for the exchange ``affine``. Stages are
+those of rank 0. Where the planner gives GDN layers a layout of their own, the layer works in that one, and ``relay_ms``
+is what moving the hidden states around one run of layers takes, forward and backward.
 
 Shapes: T tokens, n local rows, P ranks, C hidden size.
 """
@@ -38,10 +38,11 @@ from benchmarks.record import RESULTS, append, stamp
 from cp_engine.layers.gdn import GdnHeads, gdn_tables
 from cp_engine.models.hf_gdn import patch_gdn_layers
 from cp_engine.pack import PACK_KEYWORD
-from cp_engine.sharding.cost import H200, PRESETS, affine_time
+from cp_engine.sharding.cost import H200, PRESETS
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_layout import PlacedLayers, place_layers
 from cp_engine.sharding.gdn_plan import GDN_EXCHANGES, GdnPlan, gdn_plan
+from cp_engine.sharding.layer_time import affine_time
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Survey, measure
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention_ranks import layer_times
-from cp_engine.sharding.cost import H200, ModelShape, relay_time
+from cp_engine.sharding.cost import H200, ModelShape
 from cp_engine.sharding.exchange.relay import relay_rows, relay_tables
 from cp_engine.sharding.gdn_layout import PlacedLayers
+from cp_engine.sharding.layer_time import relay_time
 from cp_engine.sharding.layout import Layout
 from cp_engine.sharding.measure import rows_moved
 from cp_engine.sharding.relayout import relayout

@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks.baselines import baseline_layouts
 from benchmarks.record import append, stamp
 from cp_engine.rollouts import flatten_rollouts, read_rollouts
-from cp_engine.sharding.cost import PRESETS, ModelShape, StepTime, step_time
+from cp_engine.sharding.cost import PRESETS, ModelShape
 from cp_engine.sharding.forest import Forest, build_forest, expand_ranges
+from cp_engine.sharding.layer_time import StepTime, step_time
 from cp_engine.sharding.layout import imbalance
 from cp_engine.sharding.measure import Figures, Survey, measure
 from cp_engine.sharding.plan import shard_plan

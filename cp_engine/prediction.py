@@ -14,12 +14,12 @@ import numpy as np
 
 from cp_engine.machines import Machine
 from cp_engine.sharding.attention_plan import EXCHANGES
-from cp_engine.sharding.cost import (
-    ACCUMULATION_BYTES,
-    MIB,
-    Costs,
+from cp_engine.sharding.cost import ACCUMULATION_BYTES, MIB, Costs, ModelShape
+from cp_engine.sharding.exchange_choice import MERGE_PASSES, choose_exchange
+from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.gdn_layout import GdnLayout, place_layers
+from cp_engine.sharding.layer_time import (
     LayerTime,
-    ModelShape,
     affine_time,
     attention_parts,
     gather_time,
@@ -29,9 +29,6 @@ from cp_engine.sharding.cost import (
     relay_time,
     token_time,
 )
-from cp_engine.sharding.exchange_choice import MERGE_PASSES, choose_exchange
-from cp_engine.sharding.forest import Forest
-from cp_engine.sharding.gdn_layout import GdnLayout, place_layers
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import (
     CHUNK,

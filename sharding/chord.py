@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_engine.sharding.cost import SplitPrices
 from cp_engine.sharding.forest import expand_ranges
+from cp_engine.sharding.layer_time import SplitPrices
 from cp_engine.sharding.layout import Layout, layout_from_cuts
 from cp_engine.sharding.measure import Survey, union
 

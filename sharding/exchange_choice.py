@@ -11,17 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_engine.sharding.cost import (
-    ACCUMULATION_BYTES,
-    H200,
-    MIB,
-    Costs,
-    ModelShape,
-    gather_time,
-    head_groups,
-    kernel_time,
-    token_time,
-)
+from cp_engine.sharding.cost import ACCUMULATION_BYTES, H200, MIB, Costs, ModelShape
+from cp_engine.sharding.layer_time import gather_time, head_groups, kernel_time, token_time
 from cp_engine.sharding.layout import Layout
 from cp_engine.sharding.measure import TILE, Figures, Survey, measure, traffic, whole_tiles, windowed_rows
 

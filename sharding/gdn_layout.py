@@ -14,19 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_engine.sharding.cost import (
-    H200,
-    Costs,
-    LayerTime,
-    ModelShape,
-    StepTime,
-    attention_parts,
-    recurrent_time,
-    relay_time,
-    step_time,
-)
+from cp_engine.sharding.cost import H200, Costs, ModelShape
 from cp_engine.sharding.deal import snapped_layout
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.layer_time import LayerTime, StepTime, attention_parts, recurrent_time, relay_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
 from cp_engine.sharding.measure import CHUNK, Figures, RecurrentFigures, Survey, measure, measure_recurrent, rows_moved
 from cp_engine.sharding.search import balanced_layout

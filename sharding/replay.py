@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_engine.sharding.cost import H200, Costs, ModelShape, split_prices, token_time
+from cp_engine.sharding.cost import H200, Costs, ModelShape
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.layer_time import split_prices, token_time
 from cp_engine.sharding.measure import CHUNK, TILE
 
 

@@ -25,9 +25,10 @@ from cp_engine.sharding.chord import (
     split,
     whole_axis,
 )
-from cp_engine.sharding.cost import H200, Costs, ModelShape, SplitPrices, StepTime, rank_time, split_prices, step_time
+from cp_engine.sharding.cost import H200, Costs, ModelShape
 from cp_engine.sharding.deal import Units, dealt_orders, free_units, reorder_units, snapped_layout
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.layer_time import SplitPrices, StepTime, rank_time, split_prices, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Figures, Survey, measure
 from cp_engine.sharding.simple_layouts import simple_layouts

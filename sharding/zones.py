@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from cp_engine.sharding.chord import Pieces, halve, join, layout_of, quotas
-from cp_engine.sharding.cost import SplitPrices
+from cp_engine.sharding.layer_time import SplitPrices
 from cp_engine.sharding.layout import Layout
 from cp_engine.sharding.measure import Survey
 

@@ -15,9 +15,10 @@ from cp_engine.prediction import (
     one_gpu_time,
     place,
 )
-from cp_engine.sharding.cost import MIB, PRESETS, head_groups, kernel_time, step_time
+from cp_engine.sharding.cost import MIB, PRESETS
 from cp_engine.sharding.exchange_choice import choose_exchange
 from cp_engine.sharding.forest import build_forest
+from cp_engine.sharding.layer_time import head_groups, kernel_time, step_time
 from cp_engine.sharding.measure import TILE
 from tests.forests import random_rows
 

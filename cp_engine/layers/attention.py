@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from cp_engine.kernels.attention import Intervals, attention, attention_backward, prepare
 from cp_engine.sharding.attention_plan import AttentionPlan, GatherPlan
-from cp_engine.sharding.cost import best_head_groups
 from cp_engine.sharding.exchange.gather import GatherTables, gather_backward, gather_forward
 from cp_engine.sharding.exchange.kept import kept
 from cp_engine.sharding.exchange.ring import RingTables, ring_backward, ring_forward
@@ -30,6 +29,7 @@ from cp_engine.sharding.exchange.ulysses import (
     ulysses_gather_backward,
     ulysses_gather_forward,
 )
+from cp_engine.sharding.layer_time import best_head_groups
 from cp_engine.sharding.row_exchange import Moves, TokenOrder
 
 

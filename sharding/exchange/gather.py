@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from cp_engine.sharding.cost import best_head_groups
 from cp_engine.sharding.exchange.rows import accumulation_dtype, copy_rows, put_rows, take_rows
 from cp_engine.sharding.exchange.transport import Arrival, Part, Shipment, Transport
+from cp_engine.sharding.layer_time import best_head_groups
 from cp_engine.sharding.row_exchange import Moves
 
 
@@ -42,7 +42,7 @@ class GatherTables:
     local_keys: torch.Tensor  # int64 [n] key row of each local token; empty for a padding row
     remote_keys: torch.Tensor  # int64 [K_in] key row of each received row
     intervals: Any  # the kernel's, over the K gathered key rows
-    groups: int | None = None  # head groups; None: `sharding.cost.best_head_groups` decides
+    groups: int | None = None  # head groups; None: `sharding.layer_time.best_head_groups` decides
 
 
 def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> int:

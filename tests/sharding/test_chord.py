@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cp_engine.sharding.chord import Pieces, chord_layout, halve, join, layout_of, quotas, split, whole_axis
-from cp_engine.sharding.cost import SplitPrices
+from cp_engine.sharding.layer_time import SplitPrices
 from cp_engine.sharding.layout import Layout, imbalance, rank_pairs
 from cp_engine.sharding.measure import Survey
 from tests.forests import chain_forest, comb_rows, random_variety

@@ -12,11 +12,12 @@ import cp_engine.sharding.exchange.gather as exchange_module
 import cp_engine.sharding.measure as measure_module
 from cp_engine.layers.attention import attention_tables
 from cp_engine.sharding.attention_plan import attention_plan
-from cp_engine.sharding.cost import H200, PRESETS, ModelShape, best_head_groups, kernel_time, rank_time, step_time
+from cp_engine.sharding.cost import H200, PRESETS, ModelShape
 from cp_engine.sharding.exchange_choice import choose_exchange
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.intervals import visible_tokens
+from cp_engine.sharding.layer_time import best_head_groups, kernel_time, rank_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
 from cp_engine.sharding.measure import Survey, measure, traffic, union
 from tests.forests import random_layout, random_variety

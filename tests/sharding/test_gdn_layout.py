@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from cp_engine.sharding import gdn_layout as gdn_layout_module
-from cp_engine.sharding.cost import H200, MIB, PRESETS, recurrent_time, relay_time, step_time
+from cp_engine.sharding.cost import H200, MIB, PRESETS
 from cp_engine.sharding.gdn_layout import place_layers, renumbered
+from cp_engine.sharding.layer_time import recurrent_time, relay_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
 from cp_engine.sharding.measure import Survey, measure, measure_recurrent, rows_moved
 from tests.forests import chain_forest, random_layout, random_variety

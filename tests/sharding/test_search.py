@@ -12,9 +12,10 @@ import pytest
 from benchmarks.baselines import baseline_layouts
 from benchmarks.planner import PACK_TOKENS, quality, read_set, whole_group_packs
 from cp_engine.sharding.chord import chord_layout
-from cp_engine.sharding.cost import PRESETS, SplitPrices, step_time
+from cp_engine.sharding.cost import PRESETS
 from cp_engine.sharding.deal import Units, deal, dealt_orders, free_units, reorder_units, snapped_layout
 from cp_engine.sharding.forest import Forest, build_forest
+from cp_engine.sharding.layer_time import SplitPrices, step_time
 from cp_engine.sharding.layout import Layout, imbalance, layout_from_cuts, rank_pairs
 from cp_engine.sharding.measure import Figures, Survey, measure
 from cp_engine.sharding.packing import pack_rollouts

@@ -10,10 +10,11 @@ import pytest
 from cp_engine.machines import MACHINES
 from cp_engine.prediction import Predictor, flat_time, one_gpu_time, place
 from cp_engine.sharding.attention_plan import attention_plan, pairs_by_rank
-from cp_engine.sharding.cost import PRESETS, ModelShape, rank_time, step_time
+from cp_engine.sharding.cost import PRESETS, ModelShape
 from cp_engine.sharding.exchange_choice import choose_exchange
 from cp_engine.sharding.forest import build_forest
 from cp_engine.sharding.intervals import visible_tokens
+from cp_engine.sharding.layer_time import rank_time, step_time
 from cp_engine.sharding.layout import contiguous_layout
 from cp_engine.sharding.measure import TILE, Survey, measure
 from cp_engine.sharding.search import balanced_layout
