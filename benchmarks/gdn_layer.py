@@ -30,7 +30,7 @@ from benchmarks.gdn_tuning import compile_in_parallel, shorten_autotuning
 from benchmarks.gdn_workloads import HEADS, plan_of
 from cp_engine.kernels import gates
 from cp_engine.kernels.gates import api
-from cp_engine.layers.gdn import gdn_tables
+from cp_engine.layers.gdn_tables import gdn_tables
 from cp_engine.machines import peak_flops
 
 WORKLOAD = "art_5k16x100"

@@ -18,7 +18,7 @@ from benchmarks.clock import median_ms
 from benchmarks.gdn_stages import tensors_in
 from cp_engine.kernels.conv import triton as conv
 from cp_engine.kernels.gates import triton as gates
-from cp_engine.layers.gdn import GdnHeads, GdnTables
+from cp_engine.layers.gdn_tables import GdnHeads, GdnTables
 
 # Stages whose launches read these constants, and what to try besides the values that they have.
 OPTIONS: dict[str, tuple[ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = {

@@ -35,7 +35,7 @@ from benchmarks.gdn_stages import STAGES, stage_table
 from benchmarks.gdn_tuning import AUTOTUNE, compile_in_parallel, shorten_autotuning
 from benchmarks.gdn_workloads import CONV_WIDTH, HEADS, plan_of, sequences
 from benchmarks.record import RESULTS, append, stamp
-from cp_engine.layers.gdn import GdnHeads, gdn_tables
+from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.models.hf_gdn import patch_gdn_layers
 from cp_engine.pack import PACK_KEYWORD
 from cp_engine.sharding.cost import H200, PRESETS
@@ -55,12 +55,12 @@ WORKLOADS: dict[str, Callable[[int], Forest]] = {
 }
 # Stages of the layer between the kernels: what moves, and what moving needs.
 RANK_STAGES = STAGES | {
-    "fetch_rows": ("cp_engine.layers.gdn", "fetch_rows_raw"),
+    "fetch_rows": ("cp_engine.layers.gdn_mixer", "fetch_rows_raw"),
     "summary": ("cp_engine.kernels.gdn.triton.forward_pass", "run_summary"),
-    "fold": ("cp_engine.layers.gdn", "fold_entry_states"),
+    "fold": ("cp_engine.layers.gdn_mixer", "fold_entry_states"),
     "entry_cotangents": ("cp_engine.kernels.gdn.triton.backward_pass", "run_entry_cotangents"),
-    "fold_back": ("cp_engine.layers.gdn", "fold_exit_cotangents"),
-    "rows_home": ("cp_engine.layers.gdn", "send_rows_home"),
+    "fold_back": ("cp_engine.layers.gdn_mixer", "fold_exit_cotangents"),
+    "rows_home": ("cp_engine.layers.gdn_mixer", "send_rows_home"),
     "rows_to_heads": ("cp_engine.layers.gdn", "rows_to_heads"),
     "heads_to_rows": ("cp_engine.layers.gdn", "heads_to_rows"),
 }

@@ -22,7 +22,7 @@ from benchmarks.gdn_workloads import CONV_WIDTH, HEADS, draw, sequences
 from benchmarks.record import ROOT
 from cp_engine.kernels.gdn import api
 from cp_engine.kernels.gdn.triton.primitives import Sizes
-from cp_engine.layers.gdn import GdnHeads, gdn_tables
+from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.sharding.forest import Forest, build_forest
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import contiguous_layout

@@ -17,7 +17,7 @@ import torch
 from benchmarks.attention_workloads import workload_forest
 from cp_engine.kernels.conv.reference import l2_normalise
 from cp_engine.kernels.gdn import api
-from cp_engine.layers.gdn import GdnHeads
+from cp_engine.layers.gdn_tables import GdnHeads
 from cp_engine.sharding.forest import Forest, build_forest, expand_ranges
 from cp_engine.sharding.gdn_plan import GdnPlan, gdn_plan
 from cp_engine.sharding.layout import contiguous_layout

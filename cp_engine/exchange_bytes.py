@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_engine.layers.attention import moved_bytes
-from cp_engine.layers.gdn import GdnHeads
+from cp_engine.layers.gdn_tables import GdnHeads
 from cp_engine.sharding.cost import ModelShape
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.gdn_plan import GdnPlan

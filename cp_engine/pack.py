@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cp_engine.kernels.attention import Intervals
 from cp_engine.kernels.logprob import edge_tables
 from cp_engine.layers.attention import attention_tables
-from cp_engine.layers.gdn import gdn_tables
+from cp_engine.layers.gdn_tables import gdn_tables
 from cp_engine.sharding.exchange.relay import relay_tables
 from cp_engine.sharding.plan import ShardPlan
 
@@ -76,7 +76,7 @@ class DevicePack:
             else attention_tables(attention, plan.rank, device, intervals=made, transport=transport)
             for attention, made in zip((plan.attention, plan.window_attention), intervals, strict=True)
         )
-        self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device)
+        self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device, transport=transport)
         self.relay = None if plan.relayout is None else relay_tables(plan.relayout, device)
         loss = plan.loss
         self.predictors = relay_tables(loss.hidden, device)
@@ -102,7 +102,7 @@ def device_pack(
         routes: of the rank's rows (`routes.row_routes`); None where routers choose.
         gdn_routes: of its rows in the layout of the GDN layers, where that is another one.
         intervals: by `layers.attention.kernel_intervals`; None are made here.
-        transport: of attention's exchanges, as `parallel.transport`.
+        transport: of exchanges, as `parallel.transport`.
     """
     world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     assert (plan.world, plan.rank) == (world, rank), (

@@ -9,7 +9,7 @@ import numpy as np
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.intervals import RowIntervals, visible_intervals, visible_tokens
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
-from cp_engine.sharding.row_exchange import RowExchange, TokenOrder, row_exchange, rows_between, token_order
+from cp_engine.sharding.row_exchange import RowExchange, TokenOrder, row_exchange, token_order
 
 EXCHANGES = ("gather", "ring", "ulysses")
 TWO_DIMENSIONAL = "ulysses_gather"  # followed by ":U", the number of ranks that share the heads
@@ -50,7 +50,6 @@ class UlyssesGatherPlan:
     team_rows: np.ndarray  # int64 [P / U] tokens of each team
     gather: GatherPlan  # over the rows of the team's tokens, ascending
     fetch: RowExchange  # between teams: rows are places among a team's tokens
-    team_between: np.ndarray  # int64 [P / U, P / U] rows of ``fetch`` that team i (first axis) reads from team j
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +58,6 @@ class AttentionPlan:
 
     exchange: str
     fetch: RowExchange  # visible remote rows (gather, ring); for the others what gather would have moved
-    between: np.ndarray  # int64 [P, P] rows of ``fetch`` that rank i (first axis) reads from rank j
     rank_rows: np.ndarray  # int64 [P] rows of each rank, padding rows included
     pairs: int  # visible (query, key) pairs of this rank's rows
     gather: GatherPlan | None = None
@@ -89,7 +87,6 @@ def attention_plan(
     shared = {
         "exchange": exchange,
         "fetch": fetch,
-        "between": rows_between(layout, needed),
         "rank_rows": layout.rank_rows,
         "pairs": intervals.pairs(),
     }
@@ -102,7 +99,7 @@ def attention_plan(
     if team is not None:
         return AttentionPlan(**shared, ulysses_gather=_ulysses_gather_plan(forest, layout, rank, team, window))
     if exchange == "ring":
-        split = np.split(fetch.recv_tokens, np.cumsum(fetch.recv_counts)[:-1])
+        split = np.split(fetch.recv_tokens, np.cumsum(fetch.moves.recv_counts)[:-1])
         split[rank] = layout.rank_tokens(rank)
         return AttentionPlan(**shared, ring=RingPlan(tuple(intervals.on_keys(keys) for keys in split)))
     whole = contiguous_layout(forest, 1)
@@ -139,7 +136,7 @@ def _ulysses_gather_plan(forest: Forest, layout: Layout, rank: int, size: int, w
     intervals = replace(visible_intervals(forest, teams, mine, window).on_keys(needed[mine]), rows=len(tokens))
     most = int(pairs_by_rank(forest, teams, window).max())
     gather = GatherPlan(_key_order(teams, mine, needed[mine], fetch, len(tokens)), intervals, most)
-    return UlyssesGatherPlan(order, teams.rank_token_count, gather, fetch, rows_between(teams, needed))
+    return UlyssesGatherPlan(order, teams.rank_token_count, gather, fetch)
 
 
 def pairs_by_rank(forest: Forest, layout: Layout, window: int | None = None) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Which rows each rank sends to and receives from each other rank in one all-to-all-v."""
+"""Which rows each rank sends to and receives from each other rank in one exchange.
+
+Shapes: P ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +11,6 @@ from functools import cached_property
 import numpy as np
 
 from cp_engine.sharding.layout import Layout
-
-
-@dataclass(frozen=True, eq=False)
-class RowExchange:
-    """One rank's part of an exchange of token rows. Nothing is ever sent to oneself."""
-
-    send_rows: np.ndarray  # int64 [sum(send_counts)] local rows, grouped by receiving rank, ascending inside a group
-    send_counts: np.ndarray  # int64 [P]
-    recv_tokens: np.ndarray  # int64 [sum(recv_counts)] tokens received, grouped by sending rank, ascending inside
-    recv_counts: np.ndarray  # int64 [P]
-
-    @property
-    def rows_out(self) -> int:
-        return int(self.send_counts.sum())
-
-    @property
-    def rows_in(self) -> int:
-        return int(self.recv_counts.sum())
-
-
-def row_exchange(layout: Layout, rank: int, needed: list[np.ndarray]) -> RowExchange:
-    """Exchange that gives every rank the tokens it needs.
-
-    Args:
-        needed: for each rank the ascending tokens it reads; those it owns itself are not moved.
-    """
-    send, recv = [], []
-    for peer in range(layout.world):
-        if peer == rank:
-            send.append(np.empty(0, np.int64))
-            recv.append(np.empty(0, np.int64))
-            continue
-        asked = needed[peer]
-        send.append(asked[layout.owner[asked] == rank])
-        mine = needed[rank]
-        recv.append(mine[layout.owner[mine] == peer])
-    send_tokens = np.concatenate(send)
-    return RowExchange(
-        send_rows=layout.local_row[send_tokens],
-        send_counts=np.array([len(s) for s in send], np.int64),
-        recv_tokens=np.concatenate(recv),
-        recv_counts=np.array([len(r) for r in recv], np.int64),
-    )
-
-
-def rows_between(layout: Layout, needed: list[np.ndarray]) -> np.ndarray:
-    """int64 [P, P]: how many rows each rank (first axis) reads from each other rank; zero on the diagonal.
-
-    Args:
-        needed: as in `row_exchange`.
-    """
-    counts = np.stack([np.bincount(layout.owner[tokens], minlength=layout.world) for tokens in needed])
-    np.fill_diagonal(counts, 0)
-    return counts.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +70,51 @@ class Moves:
         source = (reader - step) % self.world
         kept[reader, source] = self.counts[reader, source]
         return Moves(self.rank, kept)
+
+
+@dataclass(frozen=True, eq=False)
+class RowExchange:
+    """One rank's part of an exchange of token rows. Nothing is ever sent to oneself."""
+
+    moves: Moves
+    send_rows: np.ndarray  # int64 [moves.rows_out] local rows, grouped by receiving rank, ascending inside a group
+    recv_tokens: np.ndarray  # int64 [moves.rows_in] tokens received, grouped by sending rank, ascending inside
+
+    @property
+    def rows_out(self) -> int:
+        return self.moves.rows_out
+
+    @property
+    def rows_in(self) -> int:
+        return self.moves.rows_in
+
+
+def row_exchange(layout: Layout, rank: int, needed: list[np.ndarray]) -> RowExchange:
+    """Exchange that gives every rank the tokens it needs.
+
+    Args:
+        needed: for each rank the ascending tokens it reads; those it owns itself are not moved.
+    """
+    send, recv = [], []
+    for peer in range(layout.world):
+        if peer == rank:
+            continue
+        asked, mine = needed[peer], needed[rank]
+        send.append(asked[layout.owner[asked] == rank])
+        recv.append(mine[layout.owner[mine] == peer])
+    none = np.empty(0, np.int64)  # of a single rank
+    return RowExchange(
+        moves=Moves(rank, _rows_between(layout, needed)),
+        send_rows=layout.local_row[np.concatenate([none, *send])],
+        recv_tokens=np.concatenate([none, *recv]),
+    )
+
+
+def _rows_between(layout: Layout, needed: list[np.ndarray]) -> np.ndarray:
+    """int64 [P, P]: how many rows each rank (first axis) reads from each other rank; zero on the diagonal."""
+    counts = np.stack([np.bincount(layout.owner[tokens], minlength=layout.world) for tokens in needed])
+    np.fill_diagonal(counts, 0)
+    return counts.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

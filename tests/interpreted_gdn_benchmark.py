@@ -30,7 +30,7 @@ from cp_engine.kernels import gates
 from cp_engine.kernels.gdn.triton import launch, output, packing
 from cp_engine.kernels.gdn.triton.primitives import Sizes
 from cp_engine.layers import gdn as layer
-from cp_engine.layers.gdn import GdnHeads
+from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from tests.gdn_oracle import forest_of_segments
 
 CHAIN_TABLES = importlib.import_module("cp_engine.kernels.gdn.triton.chain_tables")
@@ -350,7 +350,7 @@ def test_a_wrong_gate_is_seen(layer_on_triton, monkeypatch):
 def test_launch_options_of_the_layer(monkeypatch):
     """Every option gives the same results, and one that does not is called wrong."""
     module, problem = whole_layer()
-    tables = layer.gdn_tables(gdn_layer.plan_of(problem.forest), 0)
+    tables = gdn_tables(gdn_layer.plan_of(problem.forest), 0)
     weight = module.conv1d.weight.detach().squeeze(1)
     calls = gdn_layer_options.stage_calls(weight, tables, HEADS, 1e-6)
     monkeypatch.setattr(gdn_layer_options, "median_ms", lambda call, device: 1.0)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from benchmarks.gdn_workloads import sequences
 from benchmarks.report import page
-from cp_engine.layers import gdn as layer
-from cp_engine.layers.gdn import GdnHeads
+from cp_engine.layers import gdn_mixer
+from cp_engine.layers.gdn_tables import GdnHeads
 from cp_engine.sharding.cost import PRESETS
 from cp_engine.sharding.gdn_layout import place_layers
 from tests.gdn_oracle import forest_of_segments
@@ -46,7 +46,7 @@ def without_states(offset, transition, tables, group):
     return torch.zeros_like(states), kept
 
 
-FOLD = layer.fold_entry_states
+FOLD = gdn_mixer.fold_entry_states
 
 
 def rank_records(layouts: list[str], forgets: bool = False) -> list[dict]:
@@ -56,7 +56,7 @@ def rank_records(layouts: list[str], forgets: bool = False) -> list[dict]:
     with (
         mock.patch.multiple(attention_ranks, REPEATS=1, WARM_UPS=1),
         mock.patch.object(gdn_stages, "REPEATS", 2),
-        mock.patch.object(layer, "fold_entry_states", without_states if forgets else FOLD),
+        mock.patch.object(gdn_mixer, "fold_entry_states", without_states if forgets else FOLD),
     ):
         records = gdn_ranks.run_workload("toy", toy, module, gdn_ranks.arguments_of(["--layouts", *layouts]))
     dist.barrier()

@@ -75,18 +75,18 @@ def kernel_intervals(
 
 def _heads_of_a_call(plan: AttentionPlan, heads: Heads) -> tuple[int, int]:
     """Query and kv heads of one kernel call: of a rank's share where heads are dealt out, of a group of `gather`."""
-    both, between, rows = plan.ulysses_gather, plan.between, plan.rank_rows
+    both, moves, rows = plan.ulysses_gather, plan.fetch.moves, plan.rank_rows
     team = both or plan.ulysses
     ranks = 1 if team is None else len(team.order.rank_rows)
     dealt = max(heads.kv, ranks)  # kv heads fewer than ranks are repeated
     query, kv = max(1, heads.query // dealt) * (dealt // ranks), dealt // ranks
     gather = plan.gather
     if both is not None:
-        gather, between, rows = both.gather, both.team_between, both.team_rows
+        gather, moves, rows = both.gather, both.fetch.moves, both.team_rows
     if gather is None:
         return query, kv
     groups = best_head_groups(
-        int(max(between.sum(0).max(), between.sum(1).max())),
+        max(moves.most_out, moves.back.most_out),
         int(rows.max()),
         gather.most_pairs,
         query_heads=query,
@@ -114,14 +114,14 @@ def attention_tables(
         head_groups: in how many groups `gather` works off the kv heads; by default from the bytes that move.
     """
     intervals = kernel_intervals(plan, device) if intervals is None else intervals
-    world = len(plan.fetch.send_counts)
+    world = plan.fetch.moves.world
     if plan.ulysses is not None:
         order = plan.ulysses.order
         exchange = UlyssesTables(_head_shards(order, plan.rank_rows, rank, device), intervals[0])
     elif plan.ulysses_gather is not None:
         exchange = _ulysses_gather_tables(plan, rank, intervals[0], device, head_groups)
     else:
-        moves, send_rows = Moves(rank, plan.between), plan.fetch.send_rows
+        moves, send_rows = plan.fetch.moves, plan.fetch.send_rows
         if plan.ring is not None:
             exchange = RingTables(moves, torch.as_tensor(send_rows, device=device), tuple(intervals))
         else:
@@ -144,7 +144,7 @@ def _ulysses_gather_tables(plan: AttentionPlan, rank: int, intervals, device, he
     both = plan.ulysses_gather
     shards = _head_shards(both.order, plan.rank_rows, rank, device)
     # A shard's rows move between the ranks that hold it, one in each team.
-    counts = np.kron(both.team_between, np.eye(shards.team, dtype=np.int64))
+    counts = np.kron(both.fetch.moves.counts, np.eye(shards.team, dtype=np.int64))
     moves, send_rows = Moves(rank, counts), both.fetch.send_rows
     gather = _gather_tables(both.gather, moves, both.team_rows, send_rows, intervals, device, head_groups)
     return UlyssesGatherTables(shards, gather)

@@ -5,13 +5,14 @@ Shapes: n local rows, C hidden size, Hk key heads of size K, HV value heads of s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 
 import torch
 
 from cp_engine.kernels import gates
-from cp_engine.layers.gdn import GdnHeads, tree_gated_delta_rule
+from cp_engine.layers.gdn import start_gated_delta_rule
+from cp_engine.layers.gdn_tables import GdnHeads
 from cp_engine.pack import pack_of
 
 
@@ -47,21 +48,25 @@ def patch_gdn_layers(model: torch.nn.Module) -> None:
         layer.norm.forward = MethodType(_norm_forward, layer.norm)
 
 
-def _split_projections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """qkv [n, 2 Hk K + HV V], z [n, HV V], b [n, HV] and a [n, HV] of a Qwen3.5 layer."""
-    projections = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-    return tuple(project(hidden_states)[0] for project in projections)
+# qkv [n, 2 Hk K + HV V], b [n, HV] and a [n, HV] of a layer, and a function for its output gate z [n, HV V].
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]
 
 
-def _fused_projections(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same of a Qwen3-Next layer, whose two projections hold one key head with its value heads after the other:
+def _split_projections(self, hidden_states: torch.Tensor) -> Projections:
+    """Of a Qwen3.5 layer."""
+    qkv, b, a = (project(hidden_states)[0] for project in (self.in_proj_qkv, self.in_proj_b, self.in_proj_a))
+    return qkv, b, a, lambda: self.in_proj_z(hidden_states)[0]
+
+
+def _fused_projections(self, hidden_states: torch.Tensor) -> Projections:
+    """Of a Qwen3-Next layer, whose two projections hold one key head with its value heads after the other:
     q, k, all v, all z of a key head, then the next; b and a alike."""
     rows, heads, values = hidden_states.shape[1], self.num_k_heads, self.num_v_heads // self.num_k_heads
     sizes = [self.head_k_dim, self.head_k_dim, values * self.head_v_dim, values * self.head_v_dim]
     q, k, v, z = self.in_proj_qkvz(hidden_states).view(rows, heads, -1).split(sizes, dim=-1)
     b, a = self.in_proj_ba(hidden_states).view(rows, heads, -1).split([values, values], dim=-1)
     qkv = torch.cat([part.reshape(rows, -1) for part in (q, k, v)], dim=-1)
-    return qkv, *(part.reshape(rows, -1) for part in (z, b, a))
+    return qkv, *(part.reshape(rows, -1) for part in (b, a)), lambda: z.reshape(rows, -1)
 
 
 def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -81,10 +86,10 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
     pack = pack_of(kwargs, f"GDN layer {self.layer_idx}")
     assert pack.gdn is not None, "the pack was planned without GDN layers: give shard_plan the conv_width"
     projections = _split_projections if _is_split(self) else _fused_projections
-    mixed_qkv, z, b, a = projections(self, hidden_states)
+    mixed_qkv, b, a, output_gate = projections(self, hidden_states)
     # The only parameters that are read, not called: the convolution's weight, A_log and dt_bias.
     g, beta = gates.input_gates(a, b, self.A_log, self.dt_bias)
-    out = tree_gated_delta_rule(
+    started = start_gated_delta_rule(
         mixed_qkv,
         self.conv1d.weight.squeeze(1),
         g,
@@ -93,7 +98,8 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         pack.group,
         GdnHeads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
     )
-    out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+    z = output_gate()  # while states move between ranks, and so its gradients while theirs do
+    out = self.norm(started.outputs().reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(out.reshape(1, hidden_states.shape[1], -1))
 
 

@@ -83,6 +83,16 @@ def kept(kind: Kind, work: Callable[[], tuple[torch.Tensor, ...]], like: torch.T
     return made
 
 
+@contextmanager
+def part_of(kind: Kind) -> Iterator[None]:
+    """Where this kind is kept, results of calls inside are not: they go into one that `kept` makes later."""
+    if _RUN.results is None or kind not in _RUN.results.keeping.kinds:
+        yield
+        return
+    with _running(None, False):
+        yield
+
+
 def is_taken(kind: Kind) -> bool:
     """Whether `kept` would return results of the forward pass, so that what only they need can be left out."""
     return _RUN.again and kind in _RUN.results.keeping.kinds

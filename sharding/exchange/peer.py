@@ -13,7 +13,9 @@ Why nobody overwrites what a peer still reads. Memory has two slots, which shipm
 shipment i + 2 into the slot of shipment i, its compute stream has waited for all arrivals of shipment i + 1, hence for
 that shipment's last barrier (4). Every peer entered that barrier after its copies of shipment i: its compute stream
 had waited for them before it came to `publish` (4), or its side stream did the copies first (3). So every arrival must
-be waited for, on ranks that receive nothing too, and at most two shipments may be open at a time.
+be waited for, on ranks that receive nothing too, and at most two shipments may be open at a time. An exchange that runs
+beside the computation (`transport.ship` inside `InFlight`) packs and publishes on the side stream as well, where all of
+this holds by the order of that one stream; the compute stream waits for it before the next shipment.
 
 The slots are made once for a process group and grow in doubling steps. All ranks know from the plans how much any rank
 packs, so all grow in the same call; growing is the only thing here that makes a host wait.

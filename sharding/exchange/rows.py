@@ -1,4 +1,4 @@
-"""Moving token rows between ranks with one all-to-all-v, and bringing their gradients back.
+"""Moving token rows between ranks, and bringing their gradients back.
 
 Shapes: n local rows, K_out rows sent, K_in rows received; trailing axes are free.
 """
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from cp_engine.sharding.exchange.transport import Part, Transport, ship
 from cp_engine.sharding.exchange.waits import waiting
-from cp_engine.sharding.row_exchange import RowExchange
+from cp_engine.sharding.row_exchange import Moves, RowExchange
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,23 +20,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowTables:
-    """A `RowExchange` ready to execute: row indices on the device, counts on the host."""
+    """A `RowExchange` ready to execute."""
 
+    moves: Moves
     send_rows: torch.Tensor  # int64 [K_out]
-    send_counts: list[int]
-    recv_counts: list[int]
-
-    @property
-    def rows_in(self) -> int:
-        return sum(self.recv_counts)
 
 
 def row_tables(exchange: RowExchange, device: torch.device | str = "cpu") -> RowTables:
-    return RowTables(
-        torch.as_tensor(exchange.send_rows, device=device), exchange.send_counts.tolist(), exchange.recv_counts.tolist()
-    )
+    return RowTables(exchange.moves, torch.as_tensor(exchange.send_rows, device=device))
 
 
 WIDE = torch.complex128  # the widest dtype: 16 bytes an element
@@ -83,11 +77,15 @@ def all_to_all_rows(x: torch.Tensor, send_counts: list[int], recv_counts: list[i
     return out
 
 
-def fetch_rows_raw(x: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
+def fetch_rows_raw(x: torch.Tensor, tables: RowTables, transport: Transport | None) -> torch.Tensor:
     """Rows of the peers that this rank needs: [n, ...] -> [K_in, ...]. Not differentiable; every rank must call it."""
-    return all_to_all_rows(x[tables.send_rows], tables.send_counts, tables.recv_counts, group)
+    part = Part(tables.moves, tuple(x.shape[1:]))
+    (rows,) = ship([part], [lambda out: take_rows(x, tables.send_rows, out)], x, transport)
+    return rows
 
 
-def send_rows_home(grad: torch.Tensor, tables: RowTables, group) -> torch.Tensor:
+def send_rows_home(grad: torch.Tensor, tables: RowTables, transport: Transport | None) -> torch.Tensor:
     """Gradients of fetched rows to their owners: [K_in, ...] -> [K_out, ...] for ``send_rows``, peers in rank order."""
-    return all_to_all_rows(grad, tables.recv_counts, tables.send_counts, group)
+    part = Part(tables.moves.back, tuple(grad.shape[1:]))
+    (rows,) = ship([part], [lambda out: out.copy_(grad)], grad, transport)
+    return rows

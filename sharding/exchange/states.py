@@ -13,13 +13,15 @@ this rank's share; K, V head sizes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
-from cp_engine.sharding.exchange.rows import all_to_all_rows
+from cp_engine.sharding.exchange.transport import Part, Transport, ship
 from cp_engine.sharding.gdn_plan import StateFold
+from cp_engine.sharding.row_exchange import Moves
 
 # (targets, sources) of each round, int64: the k-th round holds the k-th source of every target that has so many.
 Rounds = tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -36,6 +38,15 @@ class FoldLevel:
 
 
 @dataclass(frozen=True, eq=False)
+class FoldMoves:
+    """Which rank sends how many matrices of a head to which head owner. Own heads "move" too."""
+
+    exits: Moves
+    throughs: Moves
+    entries: Moves
+
+
+@dataclass(frozen=True, eq=False)
 class FoldTables:
     """A `StateFold` ready to execute on one rank."""
 
@@ -46,6 +57,7 @@ class FoldTables:
     entry_exit: torch.Tensor  # int64 [GY]
     entry_sums: Rounds  # of the entries over the exits that feed them
     levels: tuple[FoldLevel, ...]
+    _moves: dict[int, FoldMoves] = field(default_factory=dict)  # by number of heads
 
     @property
     def empty(self) -> bool:
@@ -56,6 +68,14 @@ class FoldTables:
         """Rank r folds the heads from bound r to bound r + 1."""
         world = len(self.exit_counts)
         return [heads * r // world for r in range(world + 1)]
+
+    def moves(self, heads: int) -> FoldMoves:
+        """To the head owners, of layers with so many heads."""
+        if heads not in self._moves:
+            share = np.diff(self.head_bounds(heads))[:, None]
+            every = (np.asarray(counts) for counts in (self.exit_counts, self.through_counts, self.entry_counts))
+            self._moves[heads] = FoldMoves(*(Moves(self.rank, share * counts) for counts in every))
+        return self._moves[heads]
 
 
 def fold_tables(fold: StateFold, rank: int, device: torch.device | str = "cpu") -> FoldTables:
@@ -91,7 +111,7 @@ def _rounds(target: np.ndarray, device) -> Rounds:
 
 
 def fold_entry_states(
-    offset: torch.Tensor, transition: torch.Tensor, tables: FoldTables, group
+    offset: torch.Tensor, transition: torch.Tensor, tables: FoldTables, transport: Transport | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States at this rank's entries from the exits' maps ``H_exit = A H_entry + B``. Not differentiable by itself.
 
@@ -106,15 +126,26 @@ def fold_entry_states(
     """
     if tables.empty:
         return offset, transition
-    received = _to_head_owners([offset, transition], [tables.exit_counts, tables.through_counts], tables, group)
-    state, transition = received[0].double(), received[1]
+    heads = offset.shape[1]
+    moves, bounds = tables.moves(heads), tables.head_bounds(heads)
+    received, transition = _to_head_owners(
+        [offset, transition],
+        [moves.exits, moves.throughs],
+        [sum(tables.exit_counts), sum(tables.through_counts)],
+        bounds,
+        transport,
+    )
+    state = received.double()
     for level in tables.levels:
         state[level.exits] += transition[level.transitions].double() @ state[level.parents]
-    entering = state[tables.entry_exit].to(offset.dtype)
-    return _from_head_owners(entering, tables.entry_counts, offset.shape[1], tables, group), transition
+    mine = tables.entry_counts[tables.rank]
+    states = _from_head_owners(state[tables.entry_exit], offset, mine, moves.entries.back, bounds, transport)
+    return states, transition
 
 
-def fold_exit_cotangents(dentry: torch.Tensor, transition: torch.Tensor, tables: FoldTables, group) -> torch.Tensor:
+def fold_exit_cotangents(
+    dentry: torch.Tensor, transition: torch.Tensor, tables: FoldTables, transport: Transport | None
+) -> torch.Tensor:
     """Adjoint of `fold_entry_states` in B: gradients of this rank's exit states [X, H, K, V].
 
     Args:
@@ -123,13 +154,15 @@ def fold_exit_cotangents(dentry: torch.Tensor, transition: torch.Tensor, tables:
     """
     if tables.empty:
         return dentry
-    (cotangent,) = _to_head_owners([dentry], [tables.entry_counts], tables, group)
+    heads = dentry.shape[1]
+    moves, bounds = tables.moves(heads), tables.head_bounds(heads)
+    (cotangent,) = _to_head_owners([dentry], [moves.entries], [sum(tables.entry_counts)], bounds, transport)
     dstate = cotangent.new_zeros((sum(tables.exit_counts), *cotangent.shape[1:]), dtype=torch.float64)
     _add(dstate, cotangent, tables.entry_sums)
     for level in reversed(tables.levels):
         above = transition[level.transitions].double().mT @ dstate[level.exits]
         _add(dstate, above, level.sums)
-    return _from_head_owners(dstate.to(dentry.dtype), tables.exit_counts, dentry.shape[1], tables, group)
+    return _from_head_owners(dstate, dentry, tables.exit_counts[tables.rank], moves.exits.back, bounds, transport)
 
 
 def _add(total: torch.Tensor, x: torch.Tensor, rounds: Rounds) -> None:
@@ -138,34 +171,36 @@ def _add(total: torch.Tensor, x: torch.Tensor, rounds: Rounds) -> None:
 
 
 def _to_head_owners(
-    tensors: list[torch.Tensor], counts: list[list[int]], tables: FoldTables, group
+    tensors: list[torch.Tensor],
+    moves: list[Moves],
+    totals: list[int],
+    bounds: list[int],
+    transport: Transport | None,
 ) -> list[torch.Tensor]:
-    """Tensors [N_rank, H, a, b] -> [sum N, h, a, b], all in one all-to-all-v; ``counts`` has each one's N by rank."""
-    bounds = tables.head_bounds(tensors[0].shape[1])
-    world, own = len(bounds) - 1, bounds[tables.rank + 1] - bounds[tables.rank]
-    parts = [t[:, bounds[p] : bounds[p + 1]].reshape(-1) for p in range(world) for t in tensors]
-    sizes = [t.shape[2] * t.shape[3] for t in tensors]
-    send = [(bounds[p + 1] - bounds[p]) * sum(len(t) * s for t, s in zip(tensors, sizes, strict=True))
-            for p in range(world)]  # fmt: skip
-    blocks = [own * count[p] * size for p in range(world) for count, size in zip(counts, sizes, strict=True)]
-    recv = [sum(blocks[p * len(tensors) : (p + 1) * len(tensors)]) for p in range(world)]
-    received = all_to_all_rows(torch.cat(parts), send, recv, group).split(blocks)
-    return [
-        torch.cat(received[i :: len(tensors)]).view(-1, own, *t.shape[2:])
-        if own
-        else t.new_empty((sum(counts[i]), 0, *t.shape[2:]))
-        for i, t in enumerate(tensors)
-    ]
+    """Tensors [N_rank, H, a, b] -> [sum N, h, a, b], all in one shipment; what moves is a head's matrix [a, b].
+
+    Args:
+        totals: sum N of each; a rank may own no head.
+    """
+    spans = list(zip(bounds[:-1], bounds[1:], strict=True))
+    parts = [Part(move, tuple(t.shape[2:])) for t, move in zip(tensors, moves, strict=True)]
+    packs = [partial(_pack_by_head, t, spans) for t in tensors]
+    received = ship(parts, packs, tensors[0], transport)
+    lo, hi = spans[moves[0].rank]
+    return [rows.view(n, hi - lo, *t.shape[2:]) for rows, n, t in zip(received, totals, tensors, strict=True)]
 
 
-def _from_head_owners(x: torch.Tensor, counts: list[int], heads: int, tables: FoldTables, group) -> torch.Tensor:
-    """[sum N, h, K, V] of this rank's heads -> [N_rank, H, K, V] of this rank's exits or entries."""
-    bounds = tables.head_bounds(heads)
-    mine, size = counts[tables.rank], x.shape[2] * x.shape[3]
-    send = [n * x.shape[1] * size for n in counts]
-    recv = [mine * (hi - lo) * size for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
-    parts = all_to_all_rows(x.reshape(-1), send, recv, group).split(recv)
-    shares = [
-        part.view(mine, hi - lo, *x.shape[2:]) for part, lo, hi in zip(parts, bounds[:-1], bounds[1:], strict=True)
-    ]
-    return torch.cat(shares, dim=1)
+def _pack_by_head(x: torch.Tensor, spans: list[tuple[int, int]], out: torch.Tensor) -> None:
+    """The heads of each span after each other: [N, H, a, b] into [N H, a, b]."""
+    torch.cat([x[:, lo:hi].reshape(-1, *x.shape[2:]) for lo, hi in spans], out=out)
+
+
+def _from_head_owners(
+    x: torch.Tensor, like: torch.Tensor, mine: int, moves: Moves, bounds: list[int], transport: Transport | None
+) -> torch.Tensor:
+    """float64 [sum N, h, K, V] of this rank's heads -> [mine, H, K, V] of this rank's exits or entries, as ``like``."""
+    part = Part(moves, tuple(x.shape[2:]))
+    (received,) = ship([part], [lambda out: out.copy_(x.flatten(0, 1))], like, transport)
+    parts = received.split(moves.recv_counts)
+    heads = zip(parts, bounds[:-1], bounds[1:], strict=True)
+    return torch.cat([part.view(mine, hi - lo, *x.shape[2:]) for part, lo, hi in heads], dim=1)

@@ -111,6 +111,36 @@ class _Collectives:
         return torch.empty((rows, *self._parts[part].row_shape), dtype=self._dtype, device=self._device)
 
 
+# What packs a part: it writes all of what it is given, `Shipment.outgoing`.
+Pack = Callable[[torch.Tensor], object]
+
+
+def ship(
+    parts: Sequence[Part], packs: Sequence[Pack], like: torch.Tensor, transport: Transport | None
+) -> list[torch.Tensor]:
+    """A shipment that is packed, started and waited for at once, on the current stream: what came of each part.
+
+    Every rank must call it; parts of which no rank sends anything are left out. For an exchange that runs beside the
+    computation call it inside `InFlight`.
+
+    Args:
+        like: a tensor of the dtype and on the device of what moves.
+        transport: may be None where nothing moves.
+    """
+    came = [like.new_empty((0, *part.row_shape)) for part in parts]
+    moving = [index for index, part in enumerate(parts) if part.moves.counts.any()]
+    if not moving:
+        return came
+    shipment = transport.open([parts[index] for index in moving], like.dtype, like.device)
+    for place, index in enumerate(moving):
+        packs[index](shipment.outgoing(place))
+    shipment.publish()
+    arrivals = [shipment.start(place) for place in range(len(moving))]
+    for index, arrival in zip(moving, arrivals, strict=True):
+        came[index] = arrival.wait()
+    return came
+
+
 # For good: a transport holds its group, and a group's memory is set up once.
 _MADE: dict[dist.ProcessGroup, dict[str, Transport]] = {}
 
@@ -143,7 +173,7 @@ def _make(group: dist.ProcessGroup, device: torch.device, name: str) -> Transpor
         chosen = "peer" if reason is None else "collective"
         first = dist.get_rank(group) == 0
         why = "all ranks share a host" if reason is None else f"peer {reason}"
-        _LOG.log(logging.INFO if first else logging.DEBUG, "attention exchanges use transport %s: %s", chosen, why)
+        _LOG.log(logging.INFO if first else logging.DEBUG, "exchanges use transport %s: %s", chosen, why)
         return transport_for(group, device, chosen)
     from cp_engine.sharding.exchange.peer import on_cuda
 

@@ -88,7 +88,7 @@ def exchanged(forest, layout, rank, exchange, window):
         keys = torch.as_tensor(rows.astype(np.int64)[plan.gather.key_order])
         yield local, keys, Intervals.from_arrays(plan.gather.intervals)
     elif exchange == "ring":
-        split = np.split(plan.fetch.recv_tokens, np.cumsum(plan.fetch.recv_counts)[:-1])
+        split = np.split(plan.fetch.recv_tokens, np.cumsum(plan.fetch.moves.recv_counts)[:-1])
         split[rank] = layout.rank_tokens(rank)
         for keys, part in zip(split, plan.ring.intervals, strict=True):
             yield local, torch.as_tensor(keys), Intervals.from_arrays(part)

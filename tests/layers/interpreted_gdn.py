@@ -10,7 +10,8 @@ import torch
 from cp_engine.kernels.conv import Channels, conv_tables, qkv, qkv_backward, rows_backward
 from cp_engine.kernels.conv import triton as conv_triton
 from cp_engine.layer_memory import recurrence_bytes
-from cp_engine.layers.gdn import GdnHeads, gdn_tables, tree_gated_delta_rule
+from cp_engine.layers.gdn import tree_gated_delta_rule
+from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.model_sizes import ModelSizes
 from cp_engine.sharding.cost import ModelShape
 from cp_engine.sharding.gdn_plan import gdn_plan

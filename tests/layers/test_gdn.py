@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import state_pass
-from cp_engine.layers import gdn as layer
-from cp_engine.layers.gdn import GdnHeads, gdn_tables, tree_gated_delta_rule
+from cp_engine.layers import gdn_mixer
+from cp_engine.layers.gdn import tree_gated_delta_rule
+from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.sharding.exchange import states as state_exchange
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_plan import gdn_plan
@@ -228,7 +229,7 @@ FAULTS = {
     "forgotten entry state": (state_pass, "place_entry_states", forget_entry_states),
     "swapped sibling state": (state_pass, "read_states", swap_siblings),
     "dropped dH sum": (state_pass, "add_to_parents", last_child_only),
-    "dropped A in backward": (layer, "fold_exit_cotangents", drop_transitions),
+    "dropped A in backward": (gdn_mixer, "fold_exit_cotangents", drop_transitions),
 }
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from cp_engine.layers.gdn import GdnHeads, gdn_tables, tree_gated_delta_rule
+from cp_engine.layers.gdn import tree_gated_delta_rule
+from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import contiguous_layout, layout_from_cuts

@@ -191,7 +191,7 @@ def rank_choice() -> tuple[str, list[str], str]:
 def test_the_choice_is_made_and_logged_once():
     (name, lines, refused), (other, silent, _) = run_ranks(2, rank_choice)
     assert name == other == "collective" and silent == []
-    assert lines == ["attention exchanges use transport collective: peer needs GPUs; the tensors are on cpu"]
+    assert lines == ["exchanges use transport collective: peer needs GPUs; the tensors are on cpu"]
     assert refused == "transport peer needs GPUs; the tensors are on cpu. Use transport collective or auto"
 
 

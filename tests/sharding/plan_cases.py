@@ -23,14 +23,14 @@ def rank_rows(layout: Layout, rank: int) -> list[int]:
 
 
 def received(exchange: RowExchange) -> list[list[int]]:
-    return [part.tolist() for part in np.split(exchange.recv_tokens, np.cumsum(exchange.recv_counts)[:-1])]
+    return [part.tolist() for part in np.split(exchange.recv_tokens, np.cumsum(exchange.moves.recv_counts)[:-1])]
 
 
 def check_exchange(layout: Layout, exchanges: list[RowExchange], needed: list[set[int]]) -> None:
     """What p sends to q is what q expects from p, token by token, and just what q needs of p's tokens."""
     for p, ours in enumerate(exchanges):
-        sent = np.split(np.array(rank_rows(layout, p))[ours.send_rows], np.cumsum(ours.send_counts)[:-1])
-        assert len(ours.send_counts) == len(ours.recv_counts) == layout.world
+        sent = np.split(np.array(rank_rows(layout, p))[ours.send_rows], np.cumsum(ours.moves.send_counts)[:-1])
+        assert ours.moves.world == layout.world and ours.moves.rank == p
         assert ours.rows_out == len(ours.send_rows) and ours.rows_in == len(ours.recv_tokens)
         for q, theirs in enumerate(exchanges):
             asked = [] if p == q else sorted(t for t in needed[q] if layout.owner[t] == p)

@@ -51,7 +51,7 @@ def test_counts_equal_the_plans(seed, monkeypatch):
         assert figures.pairs[rank] == attention.pairs
         assert figures.rows_in[rank] == attention.fetch.rows_in and figures.rows_out[rank] == attention.fetch.rows_out
         others = np.arange(layout.world) != rank
-        assert (rows[rank][others] == attention.fetch.recv_counts[others]).all()
+        assert (rows[rank][others] == np.array(attention.fetch.moves.recv_counts)[others]).all()
         assert figures.tiles[rank] == naive_tiles(forest, layout, rank, tile)
         assert figures.pieces[rank] == len(layout.pieces(rank)[0])
         gdn = gdn_plan(forest, layout, rank, "affine", 4)
