@@ -64,8 +64,8 @@ class ParallelConfig(_Section):
     max_exchange_mib: int | None = Field(None, ge=1)
     """MiB of exchange buffers that one attention layer may hold on a rank; auto takes an exchange that keeps to it."""
     transport: Literal["auto", "peer", "collective"] = "auto"
-    """What carries attention's rows: peer reads the memory of ranks on the same host, collective is NCCL or gloo, auto
-    takes peer where it can run."""
+    """What carries attention's rows, and history rows and states of Gated DeltaNet: peer reads the memory of ranks on
+    the same host, collective is NCCL or gloo, auto takes peer where it can run."""
     gdn_exchange: Literal["affine", "ulysses"] = "affine"
     """How Gated DeltaNet states cross ranks."""
     gdn_layout: Literal["auto", "same", "own"] = "auto"

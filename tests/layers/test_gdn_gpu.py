@@ -7,6 +7,7 @@ import os
 import pickle
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from cp_engine.kernels.gdn.triton import packing
 from cp_engine.layers.gdn import tree_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.sharding.forest import Forest
@@ -208,11 +210,16 @@ def test_planted_faults_are_seen(on_gpu, fault):
 
 
 def two_rank_layout():
-    """Both ranks hold parts of the trunk and parents of rows on the other. The trunk is cut between chunks, so that
-    both runs round the same products."""
+    """Both ranks hold parts of the trunk and parents of rows on the other. The trunk is cut between chunks."""
     start = forest().segment_start
     assert start[1] == 200
     return layout_from_cuts([0, 64, 128, int(start[3]), int(start[7]), forest().tokens], [0, 1, 0, 1, 0], 2)
+
+
+def unpacked():
+    """Each fragment in chunks of its own: then two ranks have those of one, and both runs round the same products.
+    In other chunks either is as far from the other as from float64 (low-rank keys: 0.006)."""
+    return mock.patch.object(packing, "LEAST_SPARED", np.inf)
 
 
 def of_rank(rank: int, exchange: str, device, group, backend: str = "triton", dtype=torch.bfloat16, keys="low rank"):
@@ -240,11 +247,12 @@ def gpu_rank(rank: int, port: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
-    found = {
-        (exchange, keys): of_rank(rank, exchange, device, dist.group.WORLD, keys=keys)
-        for exchange in ("affine", "ulysses")
-        for keys in ("low rank", "random")
-    }
+    found, group = {}, dist.group.WORLD
+    for exchange in ("affine", "ulysses"):
+        found[exchange, "packed"] = of_rank(rank, exchange, device, group)
+        with unpacked():
+            for keys in ("low rank", "random"):
+                found[exchange, keys] = of_rank(rank, exchange, device, group, keys=keys)
     with open(f"{folder}/{rank}", "wb") as file:
         pickle.dump(found, file)
     dist.barrier(device_ids=[rank])
@@ -269,22 +277,46 @@ def rms(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.multi_gpu
 def test_two_ranks_equal_one(tmp_path, on_gpu):
-    """Every segment within the bounds of one GPU, and both as near each other as fla's context parallelism is to one
-    GPU, with random keys and with keys near one line."""
+    """Every segment within the bounds of one GPU; and in the same chunks both as near each other as fla's context
+    parallelism is to one GPU, with random keys and with keys near one line."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs; this machine has {torch.cuda.device_count()}")
     torch.multiprocessing.spawn(gpu_rank, (free_port(), str(tmp_path)), nprocs=2)
     ranks = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(2)]
     case, truth, alone = on_gpu
     for exchange in ("affine", "ulysses"):
+        two = put_together([rank[exchange, "packed"] for rank in ranks])
+        used = share_of_bounds(case, {name: x.cuda() for name, x in two.items()}, truth, alone)
+        assert max(used.values()) <= 1, (exchange, used)
         for keys in ("random", "low rank"):
             two = put_together([rank[exchange, keys] for rank in ranks])
-            if keys == "low rank":
-                used = share_of_bounds(case, {name: x.cuda() for name, x in two.items()}, truth, alone)
-                assert max(used.values()) <= 1, (exchange, used)
-            one = run(bf16_case("cuda", keys), whole_tables("cuda"), torch.bfloat16, "triton")
+            with unpacked():
+                one = run(bf16_case("cuda", keys), whole_tables("cuda"), torch.bfloat16, "triton")
             apart = {name: rms(two[name], one[name].cpu()) for name in one}
             assert max(apart.values()) <= TWO_RANKS, (exchange, keys, apart)
+
+
+def chunks_of(tables, tokens: np.ndarray) -> set[tuple[int, ...]]:
+    """The tokens of each chunk."""
+    chunks = tables.chains.chunk_rows[:, :2].tolist()
+    return {tuple(tokens[start : start + count].tolist()) for start, count in chunks}
+
+
+def test_two_ranks_compute_in_the_chunks_of_one():
+    layout, every = two_rank_layout(), np.arange(forest().tokens)
+
+    def both() -> tuple[set, set]:
+        one, two = chunks_of(whole_tables("cpu"), every), set()
+        for rank in range(2):
+            tables = gdn_tables(gdn_plan(forest(), layout, rank, "affine", 4), rank)
+            two |= chunks_of(tables, layout.rank_tokens(rank))
+        return one, two
+
+    one, two = both()
+    assert one != two
+    with unpacked():
+        one, two = both()
+    assert one == two
 
 
 def test_bounds_on_a_cpu():
