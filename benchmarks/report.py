@@ -32,6 +32,7 @@ CASE = (
     "transport",
     "head_groups",
     "recompute",
+    "more",
     "engine",
 )  # what a record is about
 RIVALS = ("contiguous", "zigzag", "snake", "chord")

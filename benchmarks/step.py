@@ -11,7 +11,8 @@ gradients, which are compared: where they differ there is no speed-up. Times are
 the wall clock, with the device's work done.
 
 MFU: model FLOPs (`cp_engine.flops`) a second over the card's dense bf16 rate by its data sheet. HFU: with what is
-computed again. On several GPUs: the same step with as many times the rollouts, against one GPU in the same run.
+computed again. On several GPUs: the same step with as many times the rollouts, of each prompt or of as many times the
+prompts (`--more`), against one GPU in the same run.
 """
 
 from __future__ import annotations
@@ -228,6 +229,9 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", choices=RECOMPUTE, default="layers", help="memory.recompute, on both sides")
     parser.add_argument("--recompute-layers", type=int, help="only the first so many layers, on both sides")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, SwiGLU and rotary, on both sides")
+    parser.add_argument(
+        "--more", choices=("rollouts", "prompts"), default="rollouts", help="of what several GPUs have more than one"
+    )
     parser.add_argument("--largest", action="store_true", help="search the largest number of rollouts; takes minutes")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the real sets (holds tokens/)")

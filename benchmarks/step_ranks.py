@@ -14,15 +14,17 @@ from cp_engine.distributed.ranks import Ranks
 
 
 def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: Ranks) -> dict:
-    """The record of one workload: all ranks share a step of ``world`` times the rollouts that one GPU trains.
+    """The record of one workload: all ranks share a step of ``world`` times the rollouts that one GPU trains, as
+    ``arguments.more`` says.
 
     Every rank calls it. One GPU runs on every rank at once, with whole weights. That the ranks compute the same is
     checked on one GPU's rollouts, by loss, entropy and gradient norm.
     """
     began = time.perf_counter()
 
-    def rollouts(copies: int, vocab_size: int):
-        return workload_rollouts(workload, vocab_size, copies, arguments.limit_tokens, arguments.data)
+    def rollouts(times: int, vocab_size: int):
+        many = {"prompts": times} if arguments.more == "prompts" else {"copies": times}
+        return workload_rollouts(workload, vocab_size, most_tokens=arguments.limit_tokens, data=arguments.data, **many)
 
     # Sharded adapters start from zeros, as everywhere: drawn ones would not be those of one GPU.
     setup = replace(setup, draw_adapters=setup.engine == "plain")
@@ -53,6 +55,7 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
         "engine": setup.engine,
         "recompute": run.recompute,
         "exchange": several.metrics["exchange"],
+        "more": arguments.more,
         "rollouts": len(of_all),
         "tree_tokens": work.tokens,
         "one_gpu_tree_tokens": one_work.tokens,

@@ -12,7 +12,8 @@ a second over 989 TFLOP/s, the card's dense bf16 rate by its data sheet; HFU: wi
 loss, gradient norm, gradients.
 """
 
-STEP_RANKS = """The same step with as many times the rollouts on several GPUs, against one of them in the same run.
+STEP_RANKS = """The same step with as many times the rollouts on several GPUs, against one of them in the same run; more: rollouts
+of each prompt, or prompts.
 Efficiency: tree tokens a GPU and second over one GPU's.
 """
 
@@ -51,18 +52,9 @@ def steps(records: list[dict]) -> str:
         rows.append([r["model"], r["weights"], r["workload"], r["recompute"], *figures])
     text = table(head, rows) if alone else ""
     if several:
-        columns = ("model", "weights", "workload", "recompute", "gpus", "engine", "exchange", "tree_tokens", "tree_ms")
-        columns += (
-            "one_gpu_ms",
-            "tokens_per_s_gpu",
-            "one_gpu_tokens_per_s",
-            "efficiency",
-            "mfu",
-            "one_gpu_mfu",
-            "hfu",
-            "tree_gib",
-            "one_gpu_gib",
-        )
+        columns = ("model", "weights", "workload", "more", "recompute", "gpus", "engine", "exchange", "tree_tokens")
+        columns += ("tree_ms", "one_gpu_ms", "tokens_per_s_gpu", "one_gpu_tokens_per_s", "efficiency", "mfu")
+        columns += ("one_gpu_mfu", "hfu", "tree_gib", "one_gpu_gib")
         rows = [[cell(r[key]) for key in columns] for r in several]
         text += f"\n### Several GPUs\n\n{STEP_RANKS}\n" + table([key.replace("_", " ") for key in columns], rows)
     return text.lstrip("\n")

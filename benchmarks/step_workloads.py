@@ -29,23 +29,24 @@ WORKLOADS = (*PROMPTS, *SETS)
 
 
 def workload_rollouts(
-    name: str, vocab_size: int, copies: int = 1, most_tokens: int | None = None, data: Path = DATA
+    name: str, vocab_size: int, copies: int = 1, most_tokens: int | None = None, data: Path = DATA, prompts: int = 1
 ) -> list[Rollout]:
     """The rollouts of a step, the same at every call.
 
     Args:
         copies: rollouts of each prompt times this; of real sets ``most_tokens`` times this.
+        prompts: prompts times this; of real sets ``most_tokens`` times this.
         most_tokens: of a real set whole groups in file order, until they hold so many flat tokens; None takes all.
 
     Raises:
         ValueError: for a real set whose file is not in ``data``.
     """
     if name in SETS:
-        return _real(name, None if most_tokens is None else most_tokens * copies, data)
+        return _real(name, None if most_tokens is None else most_tokens * copies * prompts, data)
     groups, prompt_tokens, rollouts, answer = PROMPTS[name]
     numbers = np.random.default_rng(0)
     made = []
-    for group in range(groups):
+    for group in range(groups * prompts):
         prompt = numbers.integers(0, vocab_size, prompt_tokens)
         for number in range(rollouts * copies):
             tokens = answer if isinstance(answer, int) else int(numbers.integers(answer[0], answer[1] + 1))

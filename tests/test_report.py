@@ -77,7 +77,7 @@ def test_steps_have_a_table_of_one_gpu_one_of_several_and_one_of_layers():
     }
     two = about | {"gpus": 2, "engine": "plain", "exchange": "gather", "tree_tokens": 140000, "tree_ms": 2100.0}
     two |= {"one_gpu_ms": 2000.0, "tokens_per_s_gpu": 35000, "one_gpu_tokens_per_s": 37000, "efficiency": 0.946}
-    two |= {"mfu": 0.44, "one_gpu_mfu": 0.46, "hfu": 0.58, "tree_gib": 60.0, "one_gpu_gib": 55.5}
+    two |= {"more": "rollouts", "mfu": 0.44, "one_gpu_mfu": 0.46, "hfu": 0.58, "tree_gib": 60.0, "one_gpu_gib": 55.5}
     layer = {"bench": "step-layer", "model": "m", "workload": "toy", "gpus": 1, "tree_ms": 50.0, "tree_gib": 9.5}
     layer |= {"flat_ms": {"fa2": 220.0, "fa4": 190.0}, "flat_gib": {"fa2": 30.0, "fa4": 29.0}, "gain_over_fa2": 4.4}
     layer |= {"gain_over_fastest": 3.8, "flop_ratio": 4.2, "published_gain": 4.28, "mfu": 0.55, "error": {"fa2": 0.004}}
@@ -91,8 +91,8 @@ def test_steps_have_a_table_of_one_gpu_one_of_several_and_one_of_layers():
         + " | {} | 1e-06, 0.001, 0.012 |"
     )
     assert row.format("toy", "4.5 | 4.6 | 0.978", "–") in text and row.format("bad", "– | 4.6 | –", "64 / 8") in text
-    figures = "| toy | layers, 5 of 12 layers | 2 | plain | gather | 140,000 | 2100 | 2000 | 35,000 | 37,000 | 0.946 |"
-    assert f"{figures} 0.44 | 0.46 | 0.58 | 60 | 55.5 |" in text
+    figures = "| toy | rollouts | layers, 5 of 12 layers | 2 | plain | gather | 140,000 | 2100 | 2000 |"
+    assert f"{figures} 35,000 | 37,000 | 0.946 | 0.44 | 0.46 | 0.58 | 60 | 55.5 |" in text
     assert "| toy | 50 | 9.5 | fa2 220, fa4 190 | fa2 30, fa4 29 | 4.4 | 3.8 | 4.2 | 4.28 | 0.55 | 0.004 |" in text
 
 

@@ -325,13 +325,15 @@ def test_one_layer_on_a_tree_equals_rows(monkeypatch):
     assert record["error"]["sdpa"] > 1e-2 and record["gain_over_fastest"] is None
 
 
-def ranks_record() -> dict:
-    given = arguments()
+def ranks_record(more: str) -> dict:
+    given = arguments(more=more)
     return step_ranks.compare(step.setup_of(given), "tiny", given, this_rank())
 
 
-def test_several_ranks_against_one():
-    one, two = run_ranks(2, ranks_record)
+@pytest.mark.parametrize("more", ["rollouts", "prompts"])
+def test_several_ranks_against_one(more):
+    one, two = run_ranks(2, ranks_record, more)
+    assert (one["tree_tokens"] > 2 * one["one_gpu_tree_tokens"]) == (more == "prompts")  # lengths are drawn
     assert one["right"] and one["norm_error"] < 1e-4 and one["gpus"] == 2
     assert one["rollouts"] == 16 and one["efficiency"] == two["efficiency"] > 0
     assert one["tree_ms"] == two["tree_ms"]  # the slowest rank's
