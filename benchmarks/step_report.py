@@ -12,8 +12,8 @@ a second over 989 TFLOP/s, the card's dense bf16 rate by its data sheet; HFU: wi
 loss, gradient norm, gradients.
 """
 
-STEP_RANKS = """The same step with as many times the rollouts on several GPUs, against one of them in the same run; more: rollouts
-of each prompt, or prompts.
+STEP_RANKS = """The same step with as many times the rollouts on several GPUs, against one of them in the same run.
+More: rollouts of each prompt, or prompts.
 Efficiency: tree tokens a GPU and second over one GPU's.
 """
 
