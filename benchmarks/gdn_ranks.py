@@ -47,7 +47,9 @@ from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Survey, measure
 
 HYBRID = PRESETS["qwen3.5-35b-a3b"]
+# The mixer alone: no MLP, and no norms and residuals of the decoder layer.
 MIXER = replace(HYBRID, mlp_width=0, attention_layers=0, gdn_layers=1)
+MIXER_COSTS = replace(H200, passes_forward=0, passes_backward=0)
 CHAIN_TOKENS = 65_536  # of one GPU
 WORKLOADS: dict[str, Callable[[int], Forest]] = {
     "art_5k16x100": lambda gpus: workload_forest("art_5k16x100", gpus),
@@ -187,7 +189,7 @@ def place(layout: str, forest: Forest, world: int) -> tuple[Forest, Layout, Plac
 
 def predicted(forest: Forest, layout: Layout) -> dict[str, float]:
     """Of the layer without MLP under the exchange affine, ms of the slowest rank, as in `NOTHING`."""
-    parts = affine_time(measure(Survey(forest), layout), MIXER, H200)
+    parts = affine_time(measure(Survey(forest), layout), MIXER, MIXER_COSTS)
     forward, backward = (float(part.total.max()) / 1e6 for part in parts)
     exposed = sum(float(part.exposed[part.total.argmax()]) for part in parts) / 1e6
     return {"forward": forward, "backward": backward, "layer": forward + backward, "exposed": exposed}

@@ -30,13 +30,14 @@ class Machine:
 
     def with_instant_links(self) -> Machine:
         """The same with exchanges that start at once, but take their time for every byte."""
-        costs = replace(self.costs, pull_latency=0, all_to_all_latency=0, send_latency=0)
+        latencies = ("pull", "all_to_all", "send", "state", "history")
+        costs = replace(self.costs, **{f"{name}_latency": 0 for name in latencies})
         return replace(self, costs=costs, between_latency=0, peer_latency=0)
 
     def with_free_links(self) -> Machine:
         """The same with exchanges that take no time at all."""
         instant = self.with_instant_links()
-        costs = replace(instant.costs, pull_mib=0, all_to_all_mib=0, send_mib=0)
+        costs = replace(instant.costs, pull_mib=0, all_to_all_mib=0, send_mib=0, state_mib=0)
         return replace(instant, costs=costs, between_mib=0)
 
 
@@ -61,10 +62,19 @@ def _scaled(products: tuple[int, int], memory: tuple[int, int], link: tuple[int,
         tera_product=times(H200.tera_product, products),
         chunk_forward=times(H200.chunk_forward, memory),
         chunk_backward=times(H200.chunk_backward, memory),
+        chunk_summary=times(H200.chunk_summary, memory),
+        chunk_cotangent=times(H200.chunk_cotangent, memory),
+        chunk_states=times(H200.chunk_states, memory),
+        chunk_output=times(H200.chunk_output, memory),
+        chunk_both_passes=times(H200.chunk_both_passes, memory),
+        chunk_dqkwg=times(H200.chunk_dqkwg, memory),
+        chunk_states_ahead=times(H200.chunk_states_ahead, memory),
+        fold_mib=times(H200.fold_mib, memory),
         memory_mib=times(H200.memory_mib, memory),
         pull_mib=times(H200.pull_mib, link),
         all_to_all_mib=times(H200.all_to_all_mib, link),
         send_mib=times(H200.send_mib, link),
+        state_mib=times(H200.state_mib, link),
     )
 
 

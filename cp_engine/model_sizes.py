@@ -151,6 +151,7 @@ def sizes_of_config(config: dict, where: str) -> ModelSizes:
             "gdn_key_heads": field("linear_num_key_heads"),
             "gdn_value_heads": field("linear_num_value_heads"),
             "gdn_head_dim": math.isqrt(state),
+            "gdn_own_gate": config.get("model_type") != "qwen3_next",  # it projects q, k, v and the gate as one
         }
     shape = ModelShape(
         hidden=hidden,

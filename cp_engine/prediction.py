@@ -118,10 +118,6 @@ class ExchangeTime:
         return sum(count * int(part.exposed[part.total.argmax()]) for count, part in self.layers())
 
     @property
-    def slowest_compute(self) -> int:
-        return sum(count * int(part.compute.max()) for count, part in self.layers())
-
-    @property
     def mean_compute(self) -> int:
         return sum(count * int(part.compute.sum()) // len(part.compute) for count, part in self.layers())
 
@@ -239,10 +235,15 @@ def _shared_link(machine: Machine, world: int) -> Machine:
     far = world - machine.gpus_per_node
     if far <= 0:
         return machine
+    costs, mib, latency = machine.costs, machine.between_mib * far // world, machine.between_latency
+    latency += machine.peer_latency * far
     costs = replace(
-        machine.costs,
-        all_to_all_mib=max(machine.costs.all_to_all_mib, machine.between_mib * far // world),
-        all_to_all_latency=max(machine.costs.all_to_all_latency, machine.between_latency + machine.peer_latency * far),
+        costs,
+        all_to_all_mib=max(costs.all_to_all_mib, mib),
+        all_to_all_latency=max(costs.all_to_all_latency, latency),
+        state_mib=max(costs.state_mib, mib),
+        state_latency=costs.state_latency + 2 * latency,
+        history_latency=costs.history_latency + latency,
     )
     return replace(machine, costs=costs)
 
@@ -274,7 +275,7 @@ def flat_time(length: np.ndarray, model: ModelShape, machine: Machine) -> int:
         tiles=tiles,
         rows_in=nothing,
         rows_out=nothing,
-        recurrent=RecurrentFigures(chunks, nothing, nothing, nothing),
+        recurrent=RecurrentFigures.of_uncut_trees(chunks),
     )
     if model.window is not None:
         seen = window_pairs(length, model.window).sum(keepdims=True)

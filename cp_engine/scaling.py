@@ -29,7 +29,7 @@ from cp_engine.sharding.packing import share_groups
 WEAK_TOKENS = 16_384  # tree tokens of a rank in weak scaling
 WELL = 0.95  # efficiency from which on nothing counts as a limit
 LIMITS = {
-    "balance": "the slowest rank computes longer than the mean",
+    "balance": "the slowest rank computes longer than the mean, or ranks wait for states that another one makes",
     "link": "bytes that no compute hides",
     "latency": "exchanges that take time before the first byte",
     "extra work": "work that one GPU does not have: part tiles, maps of states, merges, launches",
@@ -112,7 +112,7 @@ def _rows(scaling: str, forest: Forest, cp: int, settings: PlanSettings) -> Iter
         full, instant, free = (times[name] for times in steps)
         step = full.step
         lost = {
-            "balance": free.slowest_compute - free.mean_compute,
+            "balance": free.step - free.mean_compute,
             "link": instant.step - free.step,
             "latency": step - instant.step,
             "extra work": free.mean_compute - alone / cp,

@@ -32,9 +32,28 @@ class Costs:
     # 315 us) and of trees (117 to 119 and 305 to 306; measured 2026-11-30, commit 003e032). Both together within 5 %.
     chunk_forward: int = 126_000
     chunk_backward: int = 310_000
-    # Extra share, in percent, on tokens between an entry and an exit (predicted from operation counts).
-    through_forward_percent: int = 75
-    through_backward_percent: int = 24
+    # The same unit, for what states that cross ranks add, hide or wait for: between one chain and trees, from stages
+    # of the rows `gdn` and `gdn-ranks` of that day (commits 5ab6634 and 003e032).
+    # The state pass that keeps nothing, for summaries: one chain 43 us, trees 23. The adjoint that keeps nothing, for
+    # the gradients of entries: 62 and 64.
+    chunk_summary: int = 33_000
+    chunk_cotangent: int = 63_000
+    # State pass and output of the forward: one chain 66 + 28 us, trees 43 to 46 + 28.
+    chunk_states: int = 54_000
+    chunk_output: int = 28_000
+    # Both state passes of the backward side by side, and dqkwg: one chain 102 + 95 us, trees 97 + 94.
+    chunk_both_passes: int = 100_000
+    chunk_dqkwg: int = 94_000
+    # Saved by having the states when the adjoint begins: both side by side 102 us, the adjoint after it alone 88.
+    chunk_states_ahead: int = 14_000
+    # One MiB of states folded: what the fold of `art_5k16x100`, spread over two H200s (104 MiB a rank, 1.32 ms; commit
+    # 003e032), took beside waiting for the other rank's summary, two all-to-alls and its own state pass: 0.5 ms.
+    fold_mib: int = 5_000
+    # One MiB of states between GPUs of one host, pulled as rows are; the latency of both exchanges and the fold's
+    # launches; that of fetching the few history rows of the convolution (all predicted).
+    state_mib: int = 2_830
+    state_latency: int = 100_000
+    history_latency: int = 50_000
     # 10**12 operations of dense products: 8192 x 8192 x 8192 in bf16 at 781 TFLOP/s (anchors). Backward is twice that.
     tera_product: int = 1_280_000
     # One MiB read or written by element-wise code: device copy at 4.28 TB/s (anchors).
@@ -42,6 +61,11 @@ class Costs:
     # Passes over a [tokens, hidden] activation by norms, rotary, residuals and activations of a layer (predicted).
     passes_forward: int = 24
     passes_backward: int = 48
+    # Passes over [tokens, q | k | v] by a recurrent layer's convolution, gates, gated norm and narrow products: what an
+    # H200's times of the whole layer (commit 003e032) leave beside its wide products and the recurrence. Forward and
+    # backward 20 and 90 ns a token on trees, 24 and 96 on one chain; a pass takes 3.8.
+    mixer_passes_forward: int = 6
+    mixer_passes_backward: int = 24
     # Rows pulled by copy engines on one host: 16, 64 and 256 MiB at 298, 353 and 366 GB/s (anchors, links).
     pull_mib: int = 2_830
     pull_latency: int = 10_000
@@ -82,6 +106,7 @@ class ModelShape:
     gdn_key_heads: int = 0
     gdn_value_heads: int = 0
     gdn_head_dim: int = 128
+    gdn_own_gate: bool = True  # the output gate has a projection of its own, which need not come before states move
     element_bytes: int = 2
 
     @property
@@ -103,6 +128,11 @@ class ModelShape:
     def state_bytes(self) -> int:
         """Recurrent state of all value heads, or the affine part of a summary."""
         return self.gdn_value_heads * self.gdn_head_dim**2 * ACCUMULATION_BYTES
+
+    @property
+    def gdn_channels(self) -> int:
+        """Channels of queries, keys and values of a recurrent layer."""
+        return (2 * self.gdn_key_heads + self.gdn_value_heads) * self.gdn_head_dim
 
     @property
     def attention_products(self) -> int:
@@ -149,5 +179,6 @@ PRESETS = {
         gdn_runs=12,
         gdn_key_heads=16,
         gdn_value_heads=32,
+        gdn_own_gate=False,
     ),
 }

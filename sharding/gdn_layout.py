@@ -11,6 +11,7 @@ Shapes: T tokens, S segments, U units, P ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -24,7 +25,9 @@ from cp_engine.sharding.search import balanced_layout
 
 GDN_LAYOUTS = ("auto", "same", "own")
 MOST_TOKENS_PERCENT = 10  # most tokens of a rank over the mean in the layout of recurrent layers, for its activations
-SLACK_PER_MILLE = (0, 10, 30)  # work over the mean up to which whole units are placed before one is cut
+SLACK_PER_MILLE = (0, 10, 30, 90)  # work over the mean up to which whole units are placed before one is cut
+POLISH_ROUNDS = 4
+POLISH_MOVES = 16  # of one part to another rank; with more of them nothing is polished
 SMALL_UNITS = 32  # units of less than this part of a rank's work are placed together with their neighbours
 
 
@@ -96,7 +99,7 @@ def place_layers(
     if gdn_layout == "same" or not model.gdn_layers or world == 1:
         reason = "set to the same" if gdn_layout == "same" and model.gdn_layers else "nothing to choose"
         return replace(same, reason=reason)
-    if gdn_layout == "auto" and _most_gain(same.time, model) <= _least_relay(forest, world, model, costs):
+    if gdn_layout == "auto" and _most_gain(same, model, costs) <= _least_relay(forest, world, model, costs):
         return replace(same, reason="moving hidden states would take longer than a perfect layout could gain")
     bases = [same]
     if balanced:
@@ -131,14 +134,15 @@ def _ms(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e6:,.3f} ms"
 
 
-def _most_gain(time: StepTime, model: ModelShape) -> int:
-    """What all layers would gain if no rank waited, neither for another one nor for an exchange."""
-
-    def waits(part: LayerTime) -> int:
-        return int(part.total.max()) - int(part.compute.min())
-
-    attention = sum(count * waits(part) for count, part in attention_parts(time.attention, time.window, model))
-    return attention + sum(waits(part) for part in time.gdn) * model.gdn_layers
+def _most_gain(placed: PlacedLayers, model: ModelShape, costs: Costs) -> int:
+    """What all layers would gain if no rank waited, neither for another one nor for an exchange, and none ran a
+    recurrent pass again for another's sake."""
+    time, figures = placed.time, placed.figures
+    parts = attention_parts(time.attention, time.window, model)
+    attention = sum(count * (int(part.total.max()) - int(part.compute.min())) for count, part in parts)
+    uncut = recurrent_time(figures.tokens, RecurrentFigures.of_uncut_trees(figures.recurrent.chunks), model, costs)
+    gdn = sum(int(part.total.max()) - int(least.compute.min()) for part, least in zip(time.gdn, uncut, strict=True))
+    return attention + gdn * model.gdn_layers
 
 
 def _least_relay(forest: Forest, world: int, model: ModelShape, costs: Costs) -> int:
@@ -154,17 +158,55 @@ def _with_own(base: PlacedLayers, model: ModelShape, costs: Costs) -> PlacedLaye
     attention = sum(count * int(part.total.max()) for count, part in parts)
     best: GdnLayout | None = None
     for name, layout in _candidates(base.survey, base.layout, model, costs).items():
-        if layout.rank_token_count.max() * layout.world * 100 > layout.tokens * (100 + MOST_TOKENS_PERCENT):
-            continue
-        moved = rows_moved(base.layout, layout)
-        if not (moved.sum() - np.trace(moved)):
-            continue
-        tokens, counts = measure_recurrent(base.survey, layout)
-        gdn, relay = recurrent_time(tokens, counts, model, costs), relay_time(moved, model, costs)
-        found = GdnLayout(layout, name, tokens, counts, moved, gdn, relay)
-        if best is None or found.step(model) < best.step(model):
-            best = found
+        best = _better(best, base, name, layout, model, costs)
+    if best is not None:
+        best = _polished(best, base, model, costs)
     return replace(base, own=best, step=base.time.step if best is None else attention + best.step(model))
+
+
+def _better(
+    best: GdnLayout | None, base: PlacedLayers, name: str, layout: Layout, model: ModelShape, costs: Costs
+) -> GdnLayout | None:
+    """The layout if it may be used, is not that of the other layers, and is predicted faster than ``best``."""
+    if layout.rank_token_count.max() * layout.world * 100 > layout.tokens * (100 + MOST_TOKENS_PERCENT):
+        return best
+    moved = rows_moved(base.layout, layout)
+    if not (moved.sum() - np.trace(moved)):
+        return best
+    tokens, counts = measure_recurrent(base.survey, layout)
+    gdn, relay = recurrent_time(tokens, counts, model, costs), relay_time(moved, model, costs)
+    found = GdnLayout(layout, name, tokens, counts, moved, gdn, relay)
+    return found if best is None or found.step(model) < best.step(model) else best
+
+
+def _polished(best: GdnLayout, base: PlacedLayers, model: ModelShape, costs: Costs) -> GdnLayout:
+    """The layout after moves of single parts, and swaps of two, while they gain."""
+    name = best.method + "+polish"
+    for _ in range(POLISH_ROUNDS):
+        before = best
+        for layout in _neighbours(base.survey, before.layout):
+            best = _better(best, base, name, layout, model, costs)
+        if best is before:
+            break
+    return best
+
+
+def _neighbours(survey: Survey, layout: Layout) -> list[Layout]:
+    """Layouts in which one part of a segment has another rank, or two have each other's; none where they are many."""
+    cuts = np.union1d(layout.piece_start, survey.start)
+    rank = layout.piece_rank[np.searchsorted(layout.piece_start, cuts[:-1], side="right") - 1]
+    moves = [((part, to),) for part in range(len(rank)) for to in range(layout.world) if to != rank[part]]
+    if len(moves) > POLISH_MOVES:
+        return []
+    swaps = combinations(range(len(rank)), 2)
+    moves += [((one, rank[other]), (other, rank[one])) for one, other in swaps if rank[one] != rank[other]]
+    found = []
+    for changes in moves:
+        changed = rank.copy()
+        for part, to in changes:
+            changed[part] = to
+        found.append(layout_from_cuts(cuts, changed, layout.world))
+    return found
 
 
 def _candidates(survey: Survey, near: Layout, model: ModelShape, costs: Costs) -> dict[str, Layout]:
@@ -192,8 +234,7 @@ def renumbered(layout: Layout, near: Layout) -> Layout:
 
 def _work(tokens: np.ndarray, chunks: np.ndarray, model: ModelShape, costs: Costs) -> np.ndarray:
     """Nanoseconds of a recurrent layer, forward and backward, without anything that a cut adds."""
-    nothing = np.zeros_like(tokens)
-    forward, backward = recurrent_time(tokens, RecurrentFigures(chunks, nothing, nothing, nothing), model, costs)
+    forward, backward = recurrent_time(tokens, RecurrentFigures.of_uncut_trees(chunks), model, costs)
     return forward.compute + backward.compute
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_engine.sharding.cost import ACCUMULATION_BYTES, H200, MIB, Costs, ModelShape
-from cp_engine.sharding.measure import CHUNK, TILE, Figures, RecurrentFigures
+from cp_engine.sharding.measure import TILE, Figures, RecurrentFigures
 
 RELAY_LAUNCHES = 5  # kernels that pack and place the rows of one border
 MOST_GROUPS = 4  # head groups of `gather`
@@ -192,24 +192,108 @@ def recurrent_time(
 ) -> tuple[LayerTime, LayerTime]:
     """A recurrent layer whose entry states come from one exchange of summaries.
 
-    Two all-to-alls (summaries to the head owners, entry states back) overlap the half of the layer that does not
-    depend on the tree. A rank with an affine map sends twice as much in forward; backward sends states only.
+    Chunks that lead to an exit go through the state pass twice; in backward those below an entry go through the adjoint
+    twice. What other work does not hide of the exchange is exposed, and so is the fetch of the convolution's history.
     """
-    scale = _head_scale(shape)
-    by_token = token_time(tokens, shape.gdn_products, shape, costs)
-    any_state = bool(counts.entries.any())
-    maps = 1 + (counts.through_tokens > 0)
+    alone = recurrent_token_time(tokens, shape, costs)
     parts = []
-    for alone, chunk, percent, sent in (
-        (by_token[0], costs.chunk_forward, costs.through_forward_percent, maps),
-        (by_token[1], costs.chunk_backward, costs.through_backward_percent, 1),
+    for token, chunk, moves in zip(
+        alone, (costs.chunk_forward, costs.chunk_backward), state_moves(tokens, counts, shape, costs), strict=True
     ):
-        recurrent = counts.chunks * chunk * scale // 1000
-        through = -(-counts.through_tokens // CHUNK) * chunk * scale * percent // 100_000
-        nbytes = (counts.exits * sent + counts.entries) * shape.state_bytes
-        exchange = nbytes * costs.all_to_all_mib // MIB + 2 * costs.all_to_all_latency * any_state
-        parts.append(LayerTime(alone + recurrent + through, np.maximum(0, exchange - recurrent // 2)))
+        compute = token + _chunk_time(counts.chunks, chunk, shape) + moves.again
+        exposed = state_wait(moves, shape, costs) + np.where(moves.arrive > 0, costs.history_latency, 0)
+        parts.append(LayerTime(compute, exposed))
     return parts[0], parts[1]
+
+
+def recurrent_token_time(tokens: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward of what each token costs alone in a recurrent layer: `token_time` and the mixer's own."""
+    forward, backward = token_time(tokens, shape.gdn_products, shape, costs)
+    row = tokens * shape.gdn_channels * shape.element_bytes * costs.memory_mib // MIB
+    return forward + row * costs.mixer_passes_forward, backward + row * costs.mixer_passes_backward
+
+
+@dataclass(frozen=True, eq=False)
+class StateMoves:
+    """What states that cross ranks ask of each rank in one direction: int64 [P], nanoseconds where not said otherwise.
+
+    A rank computes, in this order: ``again``; then its states are sent; ``products``; ``passes``; and ``others``. Only
+    then does it need the states of other ranks.
+    """
+
+    again: np.ndarray  # passes that are run a second time, for the sake of other ranks
+    products: np.ndarray  # of the output gate
+    passes: np.ndarray  # state passes of local trees; they fill the card
+    others: np.ndarray  # the rest of what these trees take
+    leave: np.ndarray  # states and maps that leave
+    arrive: np.ndarray  # states that arrive
+    folded: int  # states and maps of all ranks that the fold reads and writes
+
+
+def state_moves(
+    tokens: np.ndarray, counts: RecurrentFigures, shape: ModelShape, costs: Costs
+) -> tuple[StateMoves, StateMoves]:
+    """Forward: summaries become entry states; backward: their gradients become those of exit states.
+
+    While states travel a rank multiplies for its output gate (once, in backward twice) and works off the local trees
+    that need none of them; in backward it makes the states of the other trees meanwhile.
+    """
+
+    def chunks(count: np.ndarray, cost: int) -> np.ndarray:
+        return _chunk_time(count, cost, shape)
+
+    product = 2 * shape.hidden * shape.gdn_value_heads * shape.gdn_head_dim * shape.gdn_own_gate
+    gate = tokens * (product * costs.tera_product // 10**9) // 1000
+    folded = int((counts.exits + counts.maps + counts.entries).sum())
+    free, closed = counts.chunks - counts.entry_chunks, counts.chunks - counts.exit_tree_chunks
+    forward = StateMoves(
+        # A map has as many columns as a state.
+        again=chunks(counts.exit_chunks + counts.through_chunks, costs.chunk_summary),
+        products=gate,
+        passes=chunks(free, costs.chunk_states),
+        others=chunks(free, costs.chunk_output),
+        leave=counts.exits + counts.maps,
+        arrive=counts.entries,
+        folded=folded,
+    )
+    ahead = counts.exit_tree_chunks
+    backward = StateMoves(
+        again=chunks(counts.entry_chunks, costs.chunk_cotangent),
+        products=2 * gate,
+        passes=chunks(closed, costs.chunk_both_passes) + chunks(ahead, costs.chunk_states),
+        # States made ahead spare less than they take, since they would have been made beside the adjoint.
+        others=chunks(closed, costs.chunk_dqkwg) - chunks(ahead, costs.chunk_states - costs.chunk_states_ahead),
+        leave=counts.entries,
+        arrive=counts.exits,
+        folded=folded,
+    )
+    return forward, backward
+
+
+def state_wait(moves: StateMoves, shape: ModelShape, costs: Costs) -> np.ndarray:
+    """int64 [P]: how long each rank stands still until its states are there.
+
+    Every rank folds a share of the heads of all states, so the slowest rank that sends any holds up all that receive
+    some. So does a rank whose state passes begin before it can fold: they leave the fold no room until they end. The
+    share that a rank folds itself does not travel.
+    """
+    world = len(moves.leave)
+    if not moves.leave.any():
+        return np.zeros(world, np.int64)
+
+    def travel(states: np.ndarray) -> np.ndarray:
+        busier = np.maximum(states, -(-states.sum() // world))  # out or in
+        return busier * shape.state_bytes * costs.state_mib * (world - 1) // (MIB * world)
+
+    sent = int(moves.again[moves.leave > 0].max()) + int(travel(moves.leave).max())
+    fold = moves.folded * shape.state_bytes * costs.fold_mib // (MIB * world) + costs.state_latency
+    begins = moves.again + moves.products
+    blocked = (moves.passes > 0) & (sent + fold > begins)
+    rest = np.minimum(fold, sent + fold - begins)  # of a fold that passes stop
+    folded = np.where(blocked, np.maximum(sent, begins + moves.passes) + rest, sent + fold)
+    there = int(folded.max()) + travel(moves.arrive)
+    ready = begins + moves.passes + moves.others
+    return np.where(moves.arrive > 0, np.maximum(0, there - ready), 0)
 
 
 def relay_time(moved: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[LayerTime, LayerTime]:
@@ -229,6 +313,11 @@ def relay_time(moved: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[Laye
     wire = largest * shape.hidden_row_bytes * costs.all_to_all_mib // MIB + costs.all_to_all_latency
     both = LayerTime(memory, 2 * wire)
     return both, both
+
+
+def _chunk_time(chunks: np.ndarray, cost: int, shape: ModelShape) -> np.ndarray:
+    """Nanoseconds of a pass over so many chunks for all value heads; ``cost`` is that of 1,000 chunks of one head."""
+    return chunks * cost * _head_scale(shape) // 1000
 
 
 def _head_scale(shape: ModelShape) -> int:
@@ -254,7 +343,7 @@ def split_prices(pairs: int, tokens: int, shape: ModelShape, costs: Costs = H200
     row = (2 * fetch + home) // groups + (2 * fetch + home) * costs.pull_slowdown_percent // 100
     # A cut leaves half a query tile empty, and a fragment whose state crosses ranks.
     piece = tile * pairs // max(1, tokens) // (2 * TILE * 1000)
-    states = 3 * shape.state_bytes * costs.all_to_all_mib // MIB
+    states = 3 * shape.state_bytes * costs.state_mib // MIB
     piece += states * shape.gdn_layers // max(1, 2 * shape.attention_layers)
     chunk = (costs.chunk_forward + costs.chunk_backward) * _head_scale(shape) * shape.gdn_layers
     return SplitPrices(tile=tile, chunk=chunk // max(1, shape.attention_layers), row=row, piece=piece)

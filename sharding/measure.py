@@ -23,12 +23,25 @@ CHUNK = 64  # tokens of one recurrent chunk
 
 @dataclass(frozen=True, eq=False)
 class RecurrentFigures:
-    """Counts of one layout in a recurrent layer, one entry a rank; int64 [P]."""
+    """Counts of one layout in a recurrent layer, one entry a rank; int64 [P].
 
-    chunks: np.ndarray  # chunks of at most 64 tokens; they restart at every fragment
+    Chunks hold at most 64 tokens and restart at every fragment. A local tree is a fragment that starts from zero or
+    from another rank's state, with all that stands below it on the same rank.
+    """
+
+    chunks: np.ndarray
     entries: np.ndarray  # states that arrive
-    exits: np.ndarray  # states, or affine maps, that leave
-    through_tokens: np.ndarray  # tokens between an entry and an exit: they need an affine map
+    exits: np.ndarray  # states that leave
+    maps: np.ndarray  # exits below an entry: these leave as affine maps
+    exit_chunks: np.ndarray  # of fragments at or above an exit
+    through_chunks: np.ndarray  # of these the ones below an entry: they need an affine map
+    entry_chunks: np.ndarray  # of local trees below an entry
+    exit_tree_chunks: np.ndarray  # of local trees with an exit
+
+    @classmethod
+    def of_uncut_trees(cls, chunks: np.ndarray) -> RecurrentFigures:
+        """Where no state crosses ranks."""
+        return cls(chunks, *[np.zeros_like(chunks)] * 7)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +78,6 @@ class Survey:
     def chunks_above(self) -> np.ndarray:
         """int64 [S + 1]: recurrent chunks of all segments before each one."""
         return np.concatenate([[0], np.cumsum(-(-self.forest.segment_length // CHUNK))])
-
-    @cached_property
-    def parent_last(self) -> np.ndarray:
-        """int64 [S]: last token of the parent segment, -1 at a root."""
-        parent = self.forest.parent
-        return np.where(parent >= 0, self.start[parent + 1] - 1, -1)
 
     @cached_property
     def tiles_above(self) -> np.ndarray:
@@ -219,15 +226,14 @@ def measure(survey: Survey, layout: Layout, recurrent: bool = True, window: int 
         tiles=_sum_by(tile_rank, tiles, world),
         rows_in=keys.count - own.count,
         rows_out=_traffic(keys, layout).sum(0) - own.count,
-        recurrent=_recurrent(survey, layout, own) if recurrent else None,
+        recurrent=_recurrent(survey, layout) if recurrent else None,
     )
     return found if window is None else replace(found, windowed=windowed_figures(survey, layout, found, window))
 
 
 def measure_recurrent(survey: Survey, layout: Layout) -> tuple[np.ndarray, RecurrentFigures]:
     """Tokens of each rank, int64 [P], and the counts of recurrent layers: what `measure` says of them, alone."""
-    own = _own_set(layout)
-    return own.count, _recurrent(survey, layout, own)
+    return layout.rank_token_count, _recurrent(survey, layout)
 
 
 def rows_moved(before: Layout, after: Layout) -> np.ndarray:
@@ -241,20 +247,14 @@ def rows_moved(before: Layout, after: Layout) -> np.ndarray:
     return rows
 
 
-def _own_set(layout: Layout) -> _KeyedSet:
-    order = np.argsort(layout.piece_rank, kind="stable")
-    low = layout.piece_rank * (layout.tokens + 1)
-    start, end = layout.piece_start[:-1], layout.piece_start[1:]
-    return _KeyedSet((low + start)[order], (low + end)[order], layout.tokens + 1, layout.world)
-
-
 def _key_sets(survey: Survey, layout: Layout) -> tuple[_KeyedSet, _KeyedSet]:
     """The tokens that each rank sees, and those that it owns."""
     span, world, rank = layout.tokens + 1, layout.world, layout.piece_rank
     start, end = layout.piece_start[:-1], layout.piece_start[1:]
     which, lo, hi = survey.visible(start, end)
     keys = _KeyedSet(*union(rank[which] * span + lo, rank[which] * span + hi), span, world)
-    return keys, _own_set(layout)
+    order = np.argsort(rank, kind="stable")
+    return keys, _KeyedSet((rank * span + start)[order], (rank * span + end)[order], span, world)
 
 
 def _sum_by(group: np.ndarray, value: np.ndarray, groups: int) -> np.ndarray:
@@ -304,53 +304,45 @@ def _tiles(survey: Survey, layout: Layout, keys: _KeyedSet, own: _KeyedSet) -> t
     return tile_rank, _sum_by(lo // columns, hi - lo, len(tile_rank))
 
 
-def _recurrent(survey: Survey, layout: Layout, own: _KeyedSet) -> RecurrentFigures:
-    """Chunks, entries, exits and through tokens of each rank, as `gdn_plan` makes them."""
-    world, span, rank = layout.world, layout.tokens + 1, layout.piece_rank
-    begin = layout.piece_start
-    first = np.searchsorted(survey.start[:-1], begin)  # first segment that begins in or after each piece
-    cut = survey.segment(begin[:-1])
-    inside = begin[:-1] > survey.start[cut]
-    segment_rank = np.repeat(rank, np.diff(first))
-    up = survey.parent_last
-    last_piece = np.repeat(np.arange(len(rank)), np.diff(np.searchsorted(survey.start[1:], begin + 1)))
-    parent_rank = rank[last_piece][survey.forest.parent]
-    crossing = np.flatnonzero((up >= 0) & (parent_rank != segment_rank))
-    source = np.concatenate([up[crossing], begin[:-1][inside] - 1])
-    reader = np.concatenate([segment_rank[crossing], rank[inside]])
-    owner = np.concatenate([parent_rank[crossing], rank[np.flatnonzero(inside) - 1]])
-    entry = np.unique(reader * span + source)
-    exits = np.unique(owner * span + source)
-    exit_rank, exit_token = exits // span, exits % span
+def _recurrent(survey: Survey, layout: Layout) -> RecurrentFigures:
+    """Counts of the fragments, entries and exits that `gdn_plan` makes."""
+    start, rank, parent = _fragments(survey, layout)
+    fragments, world = len(rank), layout.world
+    chunks = -(-np.diff(start) // CHUNK)
+    crossing = (parent >= 0) & (rank[parent] != rank)
+    if not crossing.any():
+        return RecurrentFigures.of_uncut_trees(_sum_by(rank, chunks, world))
+    is_exit = np.zeros(fragments, bool)
+    is_exit[parent[crossing]] = True
+    entry = np.unique(rank[crossing] * fragments + parent[crossing])
+    to_exit, up = is_exit.copy(), np.where(crossing | (parent < 0), np.arange(fragments), parent)
+    while True:  # the parents 1, 2, 4, ... above; at last the tops
+        to_exit[up[to_exit]] = True
+        further = up[up]
+        if (further == up).all():
+            break
+        up = further
+    below, with_exit = crossing[up], np.zeros(fragments, bool)
+    with_exit[up[is_exit]] = True
+    members = (to_exit, to_exit & below, below, with_exit[up])
     return RecurrentFigures(
-        chunks=_chunks(survey, layout, first, inside),
-        entries=np.bincount(entry // span, minlength=world),
-        exits=np.bincount(exit_rank, minlength=world),
-        through_tokens=_through(survey, exit_rank, exit_token, own, world, span),
+        _sum_by(rank, chunks, world),
+        np.bincount(entry // fragments, minlength=world),
+        *(np.bincount(rank[kept], minlength=world) for kept in (is_exit, is_exit & below)),
+        *(_sum_by(rank[kept], chunks[kept], world) for kept in members),
     )
 
 
-def _chunks(survey: Survey, layout: Layout, first: np.ndarray, inside: np.ndarray) -> np.ndarray:
-    begin = layout.piece_start
-    above = survey.chunks_above
-    # A cut inside a segment replaces its whole chunks by those of its two parts (or of more, cut again).
-    whole = above[first[1:]] - above[first[:-1]]
-    head_end = np.minimum(survey.start[first[:-1]], begin[1:])
-    head = np.where(inside, -(-(head_end - begin[:-1]) // CHUNK), 0)
-    last = survey.segment(begin[1:] - 1)
-    begins_here = survey.start[last] >= begin[:-1]
-    full = -(-(survey.start[last + 1] - survey.start[last]) // CHUNK)
-    part = -(-(begin[1:] - survey.start[last]) // CHUNK)
-    tail = np.where(begins_here, part - full, 0)
-    return _sum_by(layout.piece_rank, whole + head + tail, layout.world)
-
-
-def _through(survey, exit_rank, exit_token, own: _KeyedSet, world: int, span: int) -> np.ndarray:
-    """int64 [P]: own tokens on the paths to exits that have a token of another rank above them."""
-    which, lo, hi = survey.visible(exit_token, exit_token + 1)
-    rank = exit_rank[which]
-    low, high = own.below(rank * span + lo, rank), own.below(rank * span + hi, rank)
-    missing = _sum_by(which, (hi - lo) - (high - low), len(exit_token)) > 0
-    keep = missing[which] & (high > low)
-    lo, hi = union(rank[keep] * span + low[keep], rank[keep] * span + high[keep])
-    return _sum_by(lo // span, hi - lo, world)
+def _fragments(survey: Survey, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token borders [F + 1], rank [F] and parent or -1 [F] of all ranks' fragments, in depth-first order."""
+    begin, first = layout.piece_start, survey.start
+    segment = survey.segment(begin[:-1])
+    cut = begin[:-1][begin[:-1] > first[segment]]  # pieces that begin inside a segment
+    before = np.searchsorted(cut, first)  # cuts before each segment
+    place = np.arange(len(first)) + before
+    start = np.insert(first, np.searchsorted(first, cut), cut)
+    up = survey.forest.parent
+    parent = np.arange(-1, len(start) - 2)
+    parent[place[:-1]] = np.where(up >= 0, place[up + 1] - 1, -1)
+    rank = np.repeat(layout.piece_rank, np.diff(np.searchsorted(start, begin)))
+    return start, rank, parent

@@ -25,7 +25,7 @@ import numpy as np
 
 from cp_engine.sharding.cost import H200, Costs, ModelShape
 from cp_engine.sharding.forest import Forest
-from cp_engine.sharding.layer_time import split_prices, token_time
+from cp_engine.sharding.layer_time import recurrent_token_time, split_prices, token_time
 from cp_engine.sharding.measure import CHUNK, TILE
 
 
@@ -58,7 +58,7 @@ def run_prices(shape: ModelShape, costs: Costs = H200) -> RunPrices:
     prices = split_prices(0, 1, shape, costs)
     million = np.int64(10**6)
     attention = sum(token_time(million, shape.attention_products, shape, costs))
-    recurrent = sum(token_time(million, shape.gdn_products, shape, costs))
+    recurrent = sum(recurrent_token_time(million, shape, costs))
     query_tile = (costs.query_tile_forward + costs.query_tile_backward) * shape.query_heads
     tile = prices.tile * shape.attention_layers
     return RunPrices(

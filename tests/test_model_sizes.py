@@ -20,6 +20,7 @@ DENSE = {
     "tie_word_embeddings": False,
 }
 HYBRID = {
+    "model_type": "qwen3_next",
     "hidden_size": 2048,
     "intermediate_size": 5120,
     "moe_intermediate_size": 512,
@@ -47,7 +48,14 @@ def written(tmp_path, config) -> str:
 LLAMA = {**DENSE, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 EXPERTS = {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4, "moe_intermediate_size": 768}
 EXPERTS = {**DENSE, **EXPERTS, "num_local_experts": 128, "num_experts_per_tok": 8}
-HYBRID_35B = {**HYBRID, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8, "vocab_size": 248320}
+HYBRID_35B = {
+    **HYBRID,
+    "model_type": "qwen3_5_moe_text",
+    "num_hidden_layers": 40,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 248320,
+}
 RELEASED = {
     "qwen3-8b": DENSE,
     "llama-3.1-8b": LLAMA,

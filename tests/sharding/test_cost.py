@@ -15,7 +15,7 @@ from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.cost import H200, PRESETS, ModelShape
 from cp_engine.sharding.exchange_choice import choose_exchange
 from cp_engine.sharding.forest import Forest
-from cp_engine.sharding.gdn_plan import gdn_plan
+from cp_engine.sharding.gdn_plan import GdnPlan, gdn_plan
 from cp_engine.sharding.intervals import visible_tokens
 from cp_engine.sharding.layer_time import best_head_groups, kernel_time, rank_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
@@ -34,6 +34,20 @@ def naive_tiles(forest: Forest, layout: Layout, rank: int, tile: int) -> int:
         for i in range(0, len(query), tile)
         for j in range(0, len(key), tile)
     )
+
+
+def members(plan: GdnPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which fragments stand below an entry, at or above an exit, and in a local tree with an exit; bool [F] each."""
+    below, to_exit, with_exit = (np.zeros(plan.fragments, bool) for _ in range(3))
+    parent, top = plan.fragment_parent.tolist(), []
+    for fragment, up in enumerate(parent):
+        top.append(top[up] if up >= 0 else fragment)
+        below[fragment] = plan.fragment_entry[top[-1]] >= 0
+    for fragment in plan.exit_fragment.tolist():
+        with_exit |= np.array(top) == top[fragment]
+        while fragment >= 0:
+            to_exit[fragment], fragment = True, parent[fragment]
+    return below, to_exit, with_exit
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -58,8 +72,14 @@ def test_counts_equal_the_plans(seed, monkeypatch):
         counts = figures.recurrent
         assert counts.entries[rank] == gdn.fold.entry_counts[rank]
         assert counts.exits[rank] == gdn.fold.exit_counts[rank]
-        assert counts.chunks[rank] == (-(-np.diff(gdn.fragment_row) // chunk)).sum()
-        assert (counts.through_tokens[rank] > 0) == bool((gdn.exit_entry >= 0).any())
+        assert counts.maps[rank] == (gdn.exit_entry >= 0).sum()
+        chunks = -(-np.diff(gdn.fragment_row) // chunk)
+        below, to_exit, with_exit = members(gdn)
+        assert counts.chunks[rank] == chunks.sum()
+        assert counts.exit_chunks[rank] == chunks[to_exit].sum()
+        assert counts.through_chunks[rank] == chunks[to_exit & below].sum()
+        assert counts.entry_chunks[rank] == chunks[below].sum()
+        assert counts.exit_tree_chunks[rank] == chunks[with_exit].sum()
 
 
 def test_union_joins_what_touches_or_overlaps():

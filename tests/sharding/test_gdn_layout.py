@@ -19,7 +19,7 @@ from tests.sharding.test_search import long_rows
 
 HYBRID = PRESETS["qwen3-next-80b-a3b"]
 # Moves that start almost at once: short rollouts then have something to choose.
-QUICK = replace(H200, all_to_all_latency=2_000, launch=100)
+QUICK = replace(H200, all_to_all_latency=2_000, state_latency=4_000, history_latency=2_000, launch=100)
 
 
 def total(survey: Survey, layout: Layout, own: Layout | None, costs) -> int:
