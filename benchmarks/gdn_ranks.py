@@ -42,9 +42,9 @@ from cp_engine.sharding.cost import H200, PRESETS
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_layout import PlacedLayers, place_layers
 from cp_engine.sharding.gdn_plan import GDN_EXCHANGES, GdnPlan, gdn_plan
-from cp_engine.sharding.layer_time import affine_time
+from cp_engine.sharding.layer_time import chunk_time, recurrent_time, state_moves
 from cp_engine.sharding.layout import Layout, contiguous_layout
-from cp_engine.sharding.measure import Survey, measure
+from cp_engine.sharding.measure import Survey, measure_recurrent
 
 HYBRID = PRESETS["qwen3.5-35b-a3b"]
 # The mixer alone: no MLP, and no norms and residuals of the decoder layer.
@@ -189,10 +189,27 @@ def place(layout: str, forest: Forest, world: int) -> tuple[Forest, Layout, Plac
 
 def predicted(forest: Forest, layout: Layout) -> dict[str, float]:
     """Of the layer without MLP under the exchange affine, ms of the slowest rank, as in `NOTHING`."""
-    parts = affine_time(measure(Survey(forest), layout), MIXER, MIXER_COSTS)
+    parts = recurrent_time(*measure_recurrent(Survey(forest), layout), MIXER, MIXER_COSTS)
     forward, backward = (float(part.total.max()) / 1e6 for part in parts)
     exposed = sum(float(part.exposed[part.total.argmax()]) for part in parts) / 1e6
     return {"forward": forward, "backward": backward, "layer": forward + backward, "exposed": exposed}
+
+
+def predicted_path(forest: Forest, layout: Layout) -> dict[str, dict[str, float]]:
+    """The same times in parts: what needs no state, passes run again for other ranks, waiting, state passes, and what
+    is computed from states (output, dqkwg)."""
+    tokens, counts = measure_recurrent(Survey(forest), layout)
+    layers = recurrent_time(tokens, counts, MIXER, MIXER_COSTS)
+    moves = state_moves(tokens, counts, MIXER, MIXER_COSTS)
+    costs = (H200.chunk_states, H200.chunk_output), (H200.chunk_both_passes, H200.chunk_dqkwg)
+    path = {}
+    for direction, part, each, (passes, after) in zip(("fwd", "bwd"), layers, moves, costs, strict=True):
+        rank = int(part.total.argmax())
+        states, output = (chunk_time(counts.chunks, cost, MIXER)[rank] for cost in (passes, after))
+        inside = part.compute[rank] - each.again[rank] - states - output
+        named = {"inside": inside, "again": each.again[rank], "wait": part.exposed[rank]}
+        path[direction] = {name: int(ns) / 1e6 for name, ns in (named | {"states": states, "output": output}).items()}
+    return path
 
 
 def measure_layer(layer: Layer, truth: dict[str, torch.Tensor]) -> dict:
@@ -246,6 +263,7 @@ def run_workload(
             about |= {"layout": name, "gpus": world, "tokens": forest.tokens, **moves}
             record = about | measure_layer(layer, truth)
             record |= beside(record, one_gpu, ahead if exchange == "affine" else None)
+            record["predicted_path"] = predicted_path(forest, layout) if exchange == "affine" else None
             record |= {"autotune": AUTOTUNE, "seconds": round(time.perf_counter() - began, 1)}
             show(record)
             records.append(record)

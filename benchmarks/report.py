@@ -88,7 +88,8 @@ GDN_RANKS = """A whole layer (hidden size 2,048, 16 query and key heads, 32 valu
 convolution, gates, recurrence, norm and output gate; times of the slowest rank. One GPU: the layer with a GPU's share
 of the tokens, in the same run. Predicted: the planner's cost model for the exchange affine. Error: largest relative
 root mean square of output and gradients against one GPU with all tokens; wrong results get no ratio. Stages: of rank 0,
-with what it waits for.
+with what it waits for. Predicted stages: of the slowest rank; what needs no state, passes run again for other ranks,
+waiting, state passes, and what is computed from states.
 """
 
 GDN_SWEEP = """Launch options of one family of our kernels, others as they are; all: the fastest right ones together.
@@ -260,8 +261,11 @@ def gdn_ranks(records: list[dict]) -> str:
         rows.append([*about, *times, *(cell(r[key]) for key in figures)])
         for direction, table_of in r["stages"].items():
             shown = ", ".join(f"{name} {ms:.2f}" for name, (ms, _) in table_of.items())
-            stages.append([*about[:1], *about[3:], direction, shown])
-    return table(head, rows) + "\n" + table(("workload", "layout", "exchange", "direction", "stages, ms"), stages)
+            path = (r.get("predicted_path") or {}).get(direction)
+            ahead = "–" if path is None else ", ".join(f"{name} {ms:.2f}" for name, ms in path.items())
+            stages.append([*about[:1], *about[3:], direction, shown, ahead])
+    head_of_stages = ("workload", "layout", "exchange", "direction", "stages, ms", "predicted, ms")
+    return table(head, rows) + "\n" + table(head_of_stages, stages)
 
 
 def heads(records: list[dict]) -> str:

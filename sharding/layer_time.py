@@ -200,7 +200,7 @@ def recurrent_time(
     for token, chunk, moves in zip(
         alone, (costs.chunk_forward, costs.chunk_backward), state_moves(tokens, counts, shape, costs), strict=True
     ):
-        compute = token + _chunk_time(counts.chunks, chunk, shape) + moves.again
+        compute = token + chunk_time(counts.chunks, chunk, shape) + moves.again
         exposed = state_wait(moves, shape, costs) + np.where(moves.arrive > 0, costs.history_latency, 0)
         parts.append(LayerTime(compute, exposed))
     return parts[0], parts[1]
@@ -240,7 +240,7 @@ def state_moves(
     """
 
     def chunks(count: np.ndarray, cost: int) -> np.ndarray:
-        return _chunk_time(count, cost, shape)
+        return chunk_time(count, cost, shape)
 
     product = 2 * shape.hidden * shape.gdn_value_heads * shape.gdn_head_dim * shape.gdn_own_gate
     gate = tokens * (product * costs.tera_product // 10**9) // 1000
@@ -315,7 +315,7 @@ def relay_time(moved: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[Laye
     return both, both
 
 
-def _chunk_time(chunks: np.ndarray, cost: int, shape: ModelShape) -> np.ndarray:
+def chunk_time(chunks: np.ndarray, cost: int, shape: ModelShape) -> np.ndarray:
     """Nanoseconds of a pass over so many chunks for all value heads; ``cost`` is that of 1,000 chunks of one head."""
     return chunks * cost * _head_scale(shape) // 1000
 

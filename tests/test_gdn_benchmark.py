@@ -75,7 +75,11 @@ def test_a_layer_over_two_ranks_beside_one():
     for r in records:
         assert r["right"] and r["max_err"] <= 1e-5 and r["ratio"] > 0 and (r["gpus"], r["tokens"]) == (2, 198), r
         assert set(r["errors"]) >= {"out", "dhidden", "A_log", "conv1d.weight", "in_proj_qkv.weight"}
-        assert (r["predicted_layer_ms"] is None) == (r["exchange"] == "ulysses")
+        assert (r["predicted_layer_ms"] is None) == (r["predicted_path"] is None) == (r["exchange"] == "ulysses")
+        for direction, path in (r["predicted_path"] or {}).items():
+            whole = r["predicted_forward_ms" if direction == "fwd" else "predicted_backward_ms"]
+            assert sum(path.values()) == pytest.approx(whole, abs=1e-3) and min(path.values()) >= 0
+            assert (path["again"] > 0) == (r["layout"] == "spread")
     by_case = {(r["layout"], r["exchange"]): r for r in records}
     assert by_case["planner", "affine"]["predicted_exposed_ms"] == 0, "whole trees on each rank"
     assert {"fold", "fetch_rows"} <= set(by_case["spread", "affine"]["stages"]["fwd"])
