@@ -18,7 +18,7 @@ from torch import nn
 
 from cp_engine.config import Config, LossConfig
 from cp_engine.distributed.agree import require_equal_digests
-from cp_engine.distributed.choose import distribute, load_device
+from cp_engine.distributed.choose import distribute, load
 from cp_engine.distributed.full_weights import named_full_weights
 from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks, join_ranks
@@ -27,7 +27,7 @@ from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.losses.router_balance import RouterBalance
 from cp_engine.metrics import StepMeter, metered
 from cp_engine.models.liger import use_liger
-from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees, save_adapter, save_model
+from cp_engine.models.load import float32_parameters, prepare_for_trees, save_adapter, save_model
 from cp_engine.models.lora import add_lora
 from cp_engine.models.recompute import recompute_layers
 from cp_engine.models.routers import router_shape
@@ -62,7 +62,8 @@ class Engine:
     Every rank constructs it with the same config and passes the same rollouts to `train_step`.
 
     Args:
-        causal_lm: the model to train, in the configured dtype; None loads ``config.model.path``.
+        causal_lm: the model to train, in the configured dtype; None loads ``config.model.path``. Engines that shard it
+            take the first rank's weights.
         only_scores: freeze the model, for `logprobs` alone: ranks then hold its weights in the configured dtype and
             neither float32 masters nor gradients nor optimizer states.
 
@@ -91,13 +92,7 @@ class Engine:
                 "leave it out"
             )
         self.dtype = getattr(torch, config.dtype)
-        hf_model = causal_lm or load_model(
-            config.model.path,
-            self.dtype,
-            vocab_size=config.model.vocab_size,
-            seed=config.model.seed,
-            device=load_device(config, self.ranks),
-        )
+        hf_model = causal_lm or load(config, self.ranks)
         self.conv_width, self.window = conv_width(hf_model.config), attention_window(hf_model.config)
         self.shape = model_shape(hf_model.config, self.dtype.itemsize)
         self.metered = metered(hf_model.config, config, self.shape, self.ranks.device)

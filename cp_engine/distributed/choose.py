@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from cp_engine.config import Config
+from cp_engine.distributed.first_rank import load_configured, load_on_first_rank
 from cp_engine.distributed.model import DistributedModel
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 
 
+def load(config: Config, ranks: Ranks) -> nn.Module:
+    """The configured model, for `distribute`; every rank calls it.
+
+    Weights that stay whole are read to every rank's device, those for other engines to the first rank's host memory.
+
+    Raises:
+        ValueError: if it cannot be loaded, or not in the way that the engine needs.
+    """
+    if config.engine.name == "plain":
+        return load_configured(config, ranks.device)
+    return load_on_first_rank(config, ranks)
+
+
 def distribute(tree: TreeCausalLM, whole: list[nn.Parameter], config: Config, ranks: Ranks) -> DistributedModel:
-    """Give a model to the configured engine; every rank calls it with the same weights.
+    """Give a model to the configured engine; every rank calls it with the same weights, or as `load` left them.
 
     Args:
         whole: parameters that stay float32 in a bfloat16 model.
@@ -31,8 +44,3 @@ def distribute(tree: TreeCausalLM, whole: list[nn.Parameter], config: Config, ra
     from cp_engine.distributed.zero import ZeroModel
 
     return ZeroModel(tree, whole, config, ranks)
-
-
-def load_device(config: Config, ranks: Ranks) -> torch.device:
-    """Where the weights are read to: host memory when an engine shards them, so that no device holds them whole."""
-    return ranks.device if config.engine.name == "plain" else torch.device("cpu")

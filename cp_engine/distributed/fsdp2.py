@@ -8,6 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from cp_engine.config import Config
+from cp_engine.distributed.first_rank import receive, require_same_modules, require_values
 from cp_engine.distributed.gradients import sum_gradients
 from cp_engine.distributed.mesh import shard_mesh
 from cp_engine.distributed.model import TorchModel
@@ -23,18 +24,14 @@ class Fsdp2Model(TorchModel):
     the parameters in ``whole`` stay float32 and whole on every rank, because a unit has one dtype.
 
     Args:
-        tree: with parameters in host memory or on the device; they are moved one unit at a time.
+        tree: every rank's weights become the first rank's, one unit at a time: a unit is whole on a rank's device just
+            before it is sharded. Those of other ranks may be on the meta device.
         whole: parameters that must not be cast.
     """
 
     def __init__(self, tree: TreeCausalLM, whole: list[nn.Parameter], config: Config, ranks: Ranks):
         self.dtypes = {name: parameter.dtype for name, parameter in tree.causal_lm.named_parameters()}
         low = torch.bfloat16 in self.dtypes.values()
-        for parameter in tree.parameters():
-            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
-                parameter.data = parameter.data.float()
-        for parameter in whole:
-            parameter.data = parameter.data.to(ranks.device)
         policies = {
             "mesh": shard_mesh(ranks, config.engine.shard == "node", config.parallel.timeout_s),
             "mp_policy": MixedPrecisionPolicy(
@@ -47,9 +44,13 @@ class Fsdp2Model(TorchModel):
             else OffloadPolicy(),
             "ignored_params": set(whole),
         }
-        for layer in tree.causal_lm.base_model.layers:
-            fully_shard(layer, reshard_after_forward=True, **policies)
-        fully_shard(tree, reshard_after_forward=False, **policies)
+        require_same_modules(tree, ranks)
+        receive([*whole, *tree.buffers()], ranks)
+        for unit in (*tree.causal_lm.base_model.layers, tree):
+            _receive_unit(unit, policies["ignored_params"], ranks)
+            # The root stays gathered.
+            fully_shard(unit, reshard_after_forward=unit is not tree, **policies)
+        require_values(tree)
         self.whole = [parameter for parameter in whole if parameter.requires_grad]
         updated = {name: p for name, p in tree.causal_lm.named_parameters() if p.requires_grad}
         super().__init__(tree, updated, config.optimizer, ranks)
@@ -73,3 +74,13 @@ class Fsdp2Model(TorchModel):
         if isinstance(tensor, DTensor):
             tensor = tensor.to(self.ranks.device).full_tensor()
         return tensor.to(self.dtypes.get(name, tensor.dtype))
+
+
+def _receive_unit(unit: nn.Module, ignored: set[nn.Parameter], ranks: Ranks) -> None:
+    """Make what will be sharded of a unit whole, trained parameters in float32 at least."""
+    for parameter in unit.parameters():
+        if isinstance(parameter, DTensor) or parameter in ignored:
+            continue
+        receive([parameter], ranks)
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()

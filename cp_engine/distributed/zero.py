@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cp_engine.config import Config
+from cp_engine.distributed.first_rank import receive, require_same_modules, require_values
 from cp_engine.distributed.gradients import clip_gradients
 from cp_engine.distributed.mesh import require_process_group
 from cp_engine.distributed.model import (
@@ -97,11 +98,13 @@ class ZeroModel(DistributedModel):
         self.tree, self.ranks, self.stage = tree, ranks, config.engine.stage
         self.zero, self.utils = deepspeed.zero, deepspeed.utils
         self.trained = {name: p for name, p in tree.causal_lm.named_parameters() if p.requires_grad}
+        settings = zero_settings(config)
+        _receive(tree, settings, ranks)
         self.engine, *_ = deepspeed.initialize(
             model=tree,
             model_parameters=list(self.trained.values()),
             optimizer=lambda parameters: make_optimizer(parameters, config.optimizer),
-            config=zero_settings(config),
+            config=settings,
             dist_init_required=False,
         )
         self.optimizer = self.engine.basic_optimizer  # ours, inside DeepSpeed's
@@ -233,6 +236,21 @@ def _check(tree: TreeCausalLM, whole: list[nn.Parameter], config: Config) -> Non
         )
     if config.engine.stage == 3 and any(module is head for _, module in lora_layers(tree.causal_lm)):
         raise ValueError("lora.targets: with deepspeed stage 3 the head cannot have an adapter; leave it out")
+
+
+def _receive(tree: TreeCausalLM, settings: dict[str, Any], ranks: Ranks) -> None:
+    """Give every rank the first one's weights; with stage 3 a rank then holds one decoder layer whole at a time."""
+    import deepspeed
+
+    require_same_modules(tree, ranks)
+    receive(tree.buffers(), ranks)
+    if settings["zero_optimization"]["stage"] == 3:
+        # Of a model without sharded weights `initialize` moves all of them to the device first.
+        for layer in tree.causal_lm.base_model.layers:
+            receive(layer.parameters(), ranks)
+            deepspeed.zero.Init(module=layer, config_dict_or_path=settings)
+    receive([parameter for parameter in tree.parameters() if not hasattr(parameter, "ds_id")], ranks)
+    require_values(tree)
 
 
 def _read_outside_their_module(tree: TreeCausalLM) -> None:

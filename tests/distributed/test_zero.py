@@ -11,6 +11,7 @@ from cp_engine.checkpoint import Checkpoints
 from cp_engine.engine import Engine
 from cp_engine.kernels.logprob import api as logprob
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
+from tests.distributed.test_loading import engine_of_first_rank, whole_model
 from tests.distributed.test_weights import largest_error, weights_of
 from tests.ranks import run_ranks
 
@@ -59,6 +60,26 @@ def test_weights_after_two_steps_are_those_of_plain(mesh):
             np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-5)
     before, after = map(np.concatenate, truth[2])
     assert np.nanmax(np.abs(after - before)) > 1e-2
+
+
+def differing_at_start(cases: list[dict]) -> list[list[str]]:
+    """By case, the weights that are not those that this rank reads for itself, bit by bit."""
+    found = []
+    for sections in cases:
+        engine = engine_of_first_rank(tiny_config(sections | {"parallel": {"cp": this_rank().world}}))
+        truth = dict(whole_model(engine.config).named_parameters())
+        weights = weights_of(engine)
+        assert len(weights) == len(truth)
+        found.append([name for name, weight in weights.items() if not torch.equal(weight, truth[name])])
+    return found
+
+
+def test_weights_come_from_the_first_rank():
+    offloaded = zero(3) | {"offload": "cpu"}
+    cases = [{"dtype": "float32", "engine": engine} for engine in (zero(0), zero(1), zero(3), offloaded)]
+    experts = {"model": {"path": "tiny-qwen3-moe", "vocab_size": 36}, "dtype": "bfloat16"}
+    cases += [experts | {"engine": zero(stage)} for stage in (2, 3)]
+    assert run_ranks(2, differing_at_start, cases) == [[[]] * len(cases)] * 2
 
 
 ADAM = {"dtype": "float32", "optimizer": {"lr": 1e-3}}

@@ -4,11 +4,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
 
 from cp_engine.models.cpu import make_cpu_runnable
 from cp_engine.models.load import check_save_place, load_model, prepare_for_trees, save_model
 from cp_engine.models.presets import PRESETS
+from tests.models.folders import save_vision_model
 
 IDS = torch.arange(1, 12)[None]
 
@@ -35,18 +36,8 @@ def add_side_files(folder):
 
 @pytest.fixture(scope="module")
 def vision_folder(tmp_path_factory):
-    """A Qwen3.5 folder in bfloat16 with a tiny vision tower, its weights in several files."""
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
-    config = Qwen3_5Config(
-        text_config=PRESETS["tiny-qwen3.5"](64).to_dict(),
-        vision_config={**vision, "out_hidden_size": 64, "num_position_embeddings": 16},
-        image_token_id=60,
-        video_token_id=61,
-        vision_start_token_id=62,
-        vision_end_token_id=63,
-    )
     folder = tmp_path_factory.mktemp("vision")
-    Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="200KB")
+    save_vision_model(folder)
     add_side_files(folder)
     return folder
 
