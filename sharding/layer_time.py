@@ -290,8 +290,8 @@ def state_wait(moves: StateMoves, shape: ModelShape, costs: Costs) -> np.ndarray
     begins = moves.again + moves.products
     blocked = (moves.passes > 0) & (sent + fold > begins)
     rest = np.minimum(fold, sent + fold - begins)  # of a fold that passes stop
-    folded = np.where(blocked, np.maximum(sent, begins + moves.passes) + rest, sent + fold)
-    there = int(folded.max()) + travel(moves.arrive)
+    done = np.where(blocked, np.maximum(sent, begins + moves.passes) + rest, sent + fold)
+    there = int(done.max()) + travel(moves.arrive)
     ready = begins + moves.passes + moves.others
     return np.where(moves.arrive > 0, np.maximum(0, there - ready), 0)
 
