@@ -1,12 +1,19 @@
 """Weights that the first rank reads and the others are sent: the same bits everywhere, and whole on no other rank."""
 
+import os
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from cp_engine.distributed import choose, first_rank, fsdp2
 from cp_engine.distributed.first_rank import load_configured, load_on_first_rank
+from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
 from cp_engine.models.blueprint import blueprint_of
 from cp_engine.models.load import load_model, save_model
@@ -14,7 +21,7 @@ from cp_engine.models.lora import add_lora
 from cp_engine.models.presets import PRESETS
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
 from tests.models.folders import save_vision_model
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.storages import HostBytes
 
 VOCAB = 36
@@ -26,9 +33,9 @@ def run_config(path, dtype: str, world: int, **sections):
     return tiny_config({"model": model, "dtype": dtype, "parallel": {"cp": world}, "engine": engine} | sections)
 
 
-def engine_of_first_rank(config, per_node: int | None = None, only_scores: bool = False) -> Engine:
+def engine_of_first_rank(config, ranks: Ranks | None = None, only_scores: bool = False) -> Engine:
     """An engine whose other ranks cannot read a model."""
-    ranks = this_rank(per_node)
+    ranks = ranks or this_rank()
     with pytest.MonkeyPatch.context() as patch:
         if not ranks.is_first:
             patch.delattr(first_rank, "load_model")
@@ -55,7 +62,9 @@ def differing(engine: Engine) -> list[str]:
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if found.requires_grad and expected.dtype == torch.bfloat16:
         expected = expected.float()
-    found = (found.full_tensor() if isinstance(found, DTensor) else found).detach().contiguous()
+    if isinstance(found, DTensor):  # its shards may lie in host memory
+        found = found.to(found.device_mesh.device_type).full_tensor()
+    found = found.detach().cpu().contiguous()
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return False
     return torch.equal(found.view(torch.uint8), expected.detach().contiguous().view(torch.uint8))
@@ -73,25 +82,23 @@ def folders(tmp_path_factory):
     return place
 
 
-def of_cases(folders) -> dict[str, list[str]]:
+def of_cases(folders, ranks: Ranks | None = None) -> dict[str, list[str]]:
     """By case, what differs on this rank."""
-    ranks = this_rank()
+    ranks = ranks or this_rank()
+    halves = replace(ranks, per_node=ranks.world // 2)
     cases = {
-        "dense": (run_config("tiny-qwen3", "float64", ranks.world), {}),
-        "hybrid": (run_config("tiny-qwen3.5", "bfloat16", ranks.world), {}),
-        "shards of a machine": (
-            run_config("tiny-qwen3.5", "bfloat16", ranks.world, engine={"shard": "node"}),
-            {"per_node": ranks.world // 2},
-        ),
-        "in host memory": (run_config("tiny-qwen3-next", "bfloat16", ranks.world, engine={"offload": "cpu"}), {}),
-        "experts": (run_config(folders / "moe", "bfloat16", ranks.world), {}),
-        "tied": (run_config(folders / "tied", "float32", ranks.world), {}),
-        "vision": (run_config(folders / "vision", "bfloat16", ranks.world), {}),
-        "scores": (run_config("tiny-qwen3.5-moe", "bfloat16", ranks.world), {"only_scores": True}),
+        "dense": (run_config("tiny-qwen3", "float64", ranks.world), ranks),
+        "hybrid": (run_config("tiny-qwen3.5", "bfloat16", ranks.world), ranks),
+        "shards of a machine": (run_config("tiny-qwen3.5", "bfloat16", ranks.world, engine={"shard": "node"}), halves),
+        "in host memory": (run_config("tiny-qwen3-next", "bfloat16", ranks.world, engine={"offload": "cpu"}), ranks),
+        "experts": (run_config(folders / "moe", "bfloat16", ranks.world), ranks),
+        "tied": (run_config(folders / "tied", "float32", ranks.world), ranks),
+        "vision": (run_config(folders / "vision", "bfloat16", ranks.world), ranks),
+        "scores": (run_config("tiny-qwen3.5-moe", "bfloat16", ranks.world), ranks),
     }
     found = {}
-    for name, (config, options) in cases.items():
-        engine = engine_of_first_rank(config, **options)
+    for name, (config, of_case) in cases.items():
+        engine = engine_of_first_rank(config, of_case, only_scores=name == "scores")
         found[name] = differing(engine)
         causal_lm = engine.model.causal_lm
         tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
@@ -209,14 +216,14 @@ def test_a_tensor_that_is_no_parameter_is_refused(monkeypatch):
         blueprint_of(model)
 
 
-def loading_bytes(path, everywhere: bool) -> tuple[int, int, int, int]:
+def loading_bytes(path, everywhere: bool, ranks: Ranks | None = None) -> tuple[int, int, int, int]:
     """Of making a bfloat16 engine: most bytes held in host memory, and in float32 this rank's shards, the largest unit
     and the whole model.
 
     Args:
         everywhere: every rank reads the model, as a fault.
     """
-    ranks, held = this_rank(), HostBytes()
+    ranks, held = ranks or this_rank(), HostBytes()
 
     def counted(config, ranks):
         model = load_configured(config, ranks.device) if everywhere else load_on_first_rank(config, ranks)
@@ -234,14 +241,42 @@ def loading_bytes(path, everywhere: bool) -> tuple[int, int, int, int]:
     return held.most, shards, max(units.values()), sum(units.values())
 
 
-def test_other_ranks_hold_their_shards_and_one_unit(tmp_path):
+def save_deep_model(folder) -> None:
+    """A model whose decoder layers are small beside it."""
     config = PRESETS["tiny-qwen3"](VOCAB)
     deep = type(config)(**config.to_diff_dict() | {"num_hidden_layers": 16, "layer_types": None})
-    AutoModelForCausalLM.from_config(deep, dtype=torch.bfloat16).save_pretrained(tmp_path / "deep")
-    first, *others = run_ranks(4, loading_bytes, tmp_path / "deep", False)
+    AutoModelForCausalLM.from_config(deep, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def test_other_ranks_hold_their_shards_and_one_unit(tmp_path):
+    save_deep_model(tmp_path)
+    first, *others = run_ranks(4, loading_bytes, tmp_path, False)
     for most, shards, unit, whole in others:
         assert shards + 0.9 * unit < most < shards + 1.1 * unit < 0.33 * whole
     # The model is there once, in bfloat16, and gives way to shards.
     assert 0.5 * first[3] < first[0] < 0.5 * first[3] + first[1] + 1.1 * first[2]
-    for most, _, _, whole in run_ranks(4, loading_bytes, tmp_path / "deep", True)[1:]:
+    for most, _, _, whole in run_ranks(4, loading_bytes, tmp_path, True)[1:]:
         assert most > 0.5 * whole
+
+
+def gpu_rank(rank: int, port: int, folders, out) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=2)
+    ranks = Ranks(rank, 2, dist.group.WORLD, device)
+    found = of_cases(folders, ranks), loading_bytes(out, False, ranks)
+    (out / str(rank)).write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_have_the_same_bits_and_nothing_passes_through_the_second_ones_host_memory(folders, tmp_path):
+    save_deep_model(tmp_path)
+    torch.multiprocessing.spawn(gpu_rank, (free_port(), folders, tmp_path), nprocs=2)
+    (first, _), (second, (most, _, _, whole)) = (pickle.loads((tmp_path / n).read_bytes()) for n in "01")
+    assert first == second == dict.fromkeys(first, [])
+    assert most < 0.05 * whole

@@ -8,12 +8,14 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from cp_engine.checkpoint import Checkpoints
+from cp_engine.distributed import zero as zero_module
 from cp_engine.engine import Engine
 from cp_engine.kernels.logprob import api as logprob
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
-from tests.distributed.test_loading import engine_of_first_rank, whole_model
+from tests.distributed.test_loading import engine_of_first_rank, save_deep_model, whole_model
 from tests.distributed.test_weights import largest_error, weights_of
 from tests.ranks import run_ranks
+from tests.storages import HostBytes
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (pip install 'cp-engine[deepspeed]')")
 
@@ -80,6 +82,30 @@ def test_weights_come_from_the_first_rank():
     experts = {"model": {"path": "tiny-qwen3-moe", "vocab_size": 36}, "dtype": "bfloat16"}
     cases += [experts | {"engine": zero(stage)} for stage in (2, 3)]
     assert run_ranks(2, differing_at_start, cases) == [[[]] * len(cases)] * 2
+
+
+def receiving_bytes(path) -> tuple[int, int, int]:
+    """Of stage 3 in float32: most bytes that are held before `initialize`, and of the weights outside of layers and of
+    all of them."""
+    held, receive = HostBytes(), zero_module._receive
+
+    def counted(*args):
+        with held:
+            receive(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_module, "_receive", counted)
+        sections = {"model": {"path": str(path)}, "dtype": "float32", "engine": zero(3), "parallel": {"cp": 2}}
+        engine = Engine(tiny_config(sections), this_rank())
+    sizes = {name: 4 * parameter.ds_numel for name, parameter in engine.distributed.tree.named_parameters()}
+    return held.most, sum(size for name, size in sizes.items() if ".layers." not in name), sum(sizes.values())
+
+
+def test_stage_3_holds_its_part_and_one_layer(tmp_path):
+    save_deep_model(tmp_path)
+    most, outside, whole = run_ranks(2, receiving_bytes, tmp_path)[1]
+    layers = whole - outside
+    assert layers / 2 < most < layers / 2 + 1.2 * layers / 16 + outside < 0.7 * whole
 
 
 ADAM = {"dtype": "float32", "optimizer": {"lr": 1e-3}}
