@@ -60,7 +60,7 @@ RANK_STAGES = STAGES | {
     "fetch_rows": ("cp_engine.layers.gdn_mixer", "fetch_rows_raw"),
     "summary": ("cp_engine.kernels.gdn.triton.forward_pass", "run_summary"),
     "fold": ("cp_engine.layers.gdn_mixer", "fold_entry_states"),
-    "entry_cotangents": ("cp_engine.kernels.gdn.triton.backward_pass", "run_entry_cotangents"),
+    "entry_cotangents": ("cp_engine.kernels.gdn.triton.backward_pass", "begin_adjoint"),
     "fold_back": ("cp_engine.layers.gdn_mixer", "fold_exit_cotangents"),
     "rows_home": ("cp_engine.layers.gdn_mixer", "send_rows_home"),
     "rows_to_heads": ("cp_engine.layers.gdn", "rows_to_heads"),

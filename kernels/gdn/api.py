@@ -48,6 +48,7 @@ class _Pulled(NamedTuple):
 
     dout: torch.Tensor  # [n, H, V]
     dv_local: torch.Tensor  # [n, H, V]
+    begun: tuple = ()  # of `entry_cotangents`
 
 
 def choose(backend: str, k: torch.Tensor, v: torch.Tensor) -> str:
@@ -119,11 +120,16 @@ def backward_stages(
     return reference.backward_stages(inputs, dout, tables)
 
 
-def entry_cotangents(inputs: Inputs, stages, backward, tables: ChunkTables | ChainTables) -> torch.Tensor:
-    """Gradients of the entry states [Y, H, K, V] when the gradients of all exit states are zero."""
+def entry_cotangents(inputs: Inputs, stages, backward, tables: ChunkTables | ChainTables):
+    """Gradients of the entry states [Y, H, K, V] when the gradients of all exit states are zero.
+
+    Returns:
+        These, and what `input_gradients` takes in the place of ``backward``: with what is computed already.
+    """
     if isinstance(tables, ChainTables):
-        return triton.entry_cotangents(inputs, stages, *backward, tables)
-    return reference.entry_cotangents(inputs, stages, backward, tables)
+        dentry, begun = triton.entry_cotangents(inputs, stages, backward.dout, backward.dv_local, tables)
+        return dentry, backward._replace(begun=begun)
+    return reference.entry_cotangents(inputs, stages, backward, tables), backward
 
 
 def input_gradients(
@@ -137,6 +143,7 @@ def input_gradients(
     """Gradients of the inputs.
 
     Args:
+        backward: of `entry_cotangents`, or of `backward_stages` where no entry has to be told.
         entry_states: [Y, H, K, V].
         dexit: gives the gradients of the exit states [X, H, K, V]; called as late as the backend can.
     """

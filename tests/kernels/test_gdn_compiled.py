@@ -25,7 +25,14 @@ ARGUMENT_TYPES = (
     dict.fromkeys(("g", "beta", "decay", "ends", "dexit", "dbelow", "dstarts", "dk_states", "dtotal", "dg"), "*fp32")
     | {"products": "*fp32", "dbeta": "*fp32", "ancestors": "*i64"}
     | dict.fromkeys(("chunks", "chains", "members", "reader_ptr", "reader", "twig_ptr", "twigs"), "*i32")
-    | {"first_chain": "i32", "first_below": "i32", "slots": "i32", "tokens_in_all": "i32", "scale": "fp32"}
+    | {
+        "first_chain": "i32",
+        "first_below": "i32",
+        "first_kept": "i32",
+        "slots": "i32",
+        "tokens_in_all": "i32",
+        "scale": "fp32",
+    }
 )
 TABLES = {"CHUNK_COLUMNS": CHUNK_COLUMNS, "CHAIN_COLUMNS": CHAIN_COLUMNS}
 HEADS = {"HK": 16, "H": 32, "K": 128, "V": 128, "C": 64, "PRECISION": "tf32", **TABLES}

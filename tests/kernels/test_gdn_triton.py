@@ -26,6 +26,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
     "cases",
     [
         "interpreted_gdn",
+        "interpreted_gdn_begun",
         "interpreted_gdn_options",
         "interpreted_gdn_packing",
         "interpreted_gdn_rounding",

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from cp_engine.kernels.gdn import fla_stages
 from cp_engine.kernels.gdn.reference import Inputs
 from cp_engine.kernels.gdn.triton.chain_tables import ChainTables, chain_tables
 from cp_engine.kernels.shared import packages
+
+if TYPE_CHECKING:
+    from cp_engine.kernels.gdn.triton.backward_pass import Begun
 
 __all__ = [
     "ChainTables",
@@ -37,6 +41,9 @@ __all__ = [
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
+# Rows of state gradients (1 MiB each with 32 bf16 heads of 128 x 128) that are kept while gradients cross ranks. Of
+# waves beyond that the reverse pass runs twice.
+KEPT_ROWS = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,14 +172,29 @@ def backward_stages(inputs: Inputs, stages: Stages, dout: torch.Tensor, tables: 
 
 def entry_cotangents(
     inputs: Inputs, stages: Stages, dout: torch.Tensor, dv_local: torch.Tensor, tables: ChainTables
-) -> torch.Tensor:
-    """Gradients of the entry states, float32 [Y, H, K, V], when the gradients of all exit states are zero."""
-    from cp_engine.kernels.gdn.triton.backward_pass import run_entry_cotangents
+) -> tuple[torch.Tensor, tuple[Begun | None, ...]]:
+    """Gradients of the entry states, float32 [Y, H, K, V], when the gradients of all exit states are zero; and of each
+    wave what is final of its reverse pass by then, as far as it is worth its memory.
+
+    Args:
+        dv_local: what `backward_stages` made; its memory takes the gradient of v' where that is final.
+    """
+    from cp_engine.kernels.gdn.triton.backward_pass import begin_adjoint
 
     q, k, dout = (_inside(x, tables) for x in (inputs.q, inputs.k, dout))
-    return run_entry_cotangents(
-        q, k, stages.w, dout, stages.decay, stages.ends, dv_local, tables.entries, tables.through, tables.chunk_size
+    dentry = torch.zeros(
+        (tables.entries, dv_local.shape[1], k.shape[2], dv_local.shape[2]), dtype=torch.float32, device=k.device
     )
+    begun, room = [], KEPT_ROWS
+    for wave in tables.waves:
+        if not wave.below:
+            begun.append(None)
+            continue
+        # Gradients that chains start from are float32.
+        room -= wave.rows + 2 * len(wave.chains) * wave.exits
+        at = (q, k, stages.w, dout, stages.decay, stages.ends, dv_local, dentry, wave, tables.chunk_size)
+        begun.append(begin_adjoint(*at, keep=room >= 0))
+    return dentry, tuple(begun)
 
 
 def input_gradients(
@@ -180,6 +202,7 @@ def input_gradients(
     stages: Stages,
     dout: torch.Tensor,
     dv_local: torch.Tensor,
+    begun: tuple[Begun | None, ...],
     entry_states: torch.Tensor,
     dexit: Callable[[], torch.Tensor],
     tables: ChainTables,
@@ -188,6 +211,7 @@ def input_gradients(
 
     Args:
         dv_local: what `backward_stages` made; its memory takes the gradient of v'.
+        begun: what `entry_cotangents` made; empty where it was not called.
         entry_states: float32 [Y, H, K, V].
         dexit: gives the gradients of the exit states, float32 [X, H, K, V]; called when nothing else is left to do.
     """
@@ -203,14 +227,19 @@ def input_gradients(
     dout, size = _inside(dout, tables), tables.chunk_size
     decay, ends, w, u = stages.decay, stages.ends, stages.w, stages.u
     new_v, grads = torch.empty_like(u), Gradients.empty(k, v.shape[1])
-    for wave in sorted(tables.waves, key=lambda wave: wave.exits):
-        states = States.empty(k, u, wave)
-        # Neither the states nor their gradients need the other, and either leaves room on the multiprocessors.
-        pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=False)
-        beside = Beside(pass_again, k.device)
-        leaving = dexit() if wave.exits else None
-        dstates = run_adjoint(q, k, w, dout, decay, ends, dv_local, leaving, wave, size)
-        beside.join()
+    pairs = zip(tables.waves, begun or [None] * len(tables.waves), strict=True)
+    for wave, half in sorted(pairs, key=lambda pair: pair[0].exits):
+        states, ready = States.empty(k, u, wave), half is not None and not wave.exits
+        pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=ready)
+        if ready:
+            pass_again()
+            dstates = half.rows
+        else:
+            # Neither the states nor their gradients need the other, and either leaves room on the multiprocessors.
+            beside = Beside(pass_again, k.device)
+            leaving = dexit() if wave.exits else None
+            dstates = run_adjoint(q, k, w, dout, decay, ends, dv_local, leaving, wave, size, half)
+            beside.join()
         dqkwg(q, k, new_v, decay, tables.ancestors, states.rows, dout, dstates, dv_local, wave, size, grads)
     dk, dv, dbeta, dg = solve_backward(
         k, v, decay, beta, stages.inverse, tables.ancestors, w, u, grads.dw, dv_local, grads.dk,

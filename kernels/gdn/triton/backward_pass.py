@@ -11,6 +11,8 @@ the first level, X exits, R state rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
@@ -21,10 +23,10 @@ from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
 
 
-@triton.jit(do_not_specialize=["first_chain", "first_below"])
+@triton.jit(do_not_specialize=["first_chain", "first_below", "first_kept"])
 def _adjoint_kernel(
     q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v, chunks, chains, reader_ptr, reader,
-    twig_ptr, twigs, first_chain, first_below, scale,
+    twig_ptr, twigs, first_chain, first_below, first_kept, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr, TWIGS: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
@@ -36,6 +38,7 @@ def _adjoint_kernel(
     column = tl.program_id(2) * BV + tl.arange(0, BV)
     live_state = (inner < K)[:, None] & (column < V)[None, :]
     inside = head * (K * V) + inner[:, None] * V + column[None, :]
+    keeps = column * 0 + tl.program_id(0) >= first_kept - first_chain
     first, count = tl.load(chain), tl.load(chain + 1)
     dstate = tl.zeros([KP, BV], dtype=tl.float32)
     # From branch point to branch point: the inner loop holds no other, so that it can be pipelined.
@@ -91,7 +94,7 @@ def _adjoint_kernel(
             queries = load_columns(q, start, row, key_head, inner, live, HK, K)
             erased = load_columns(w, start, row, head, inner, live, H, K)
             if KEEP:
-                kept = live_state & (column * 0 + state_row >= 0)[None, :]
+                kept = live_state & (keeps & (column * 0 + state_row >= 0))[None, :]
                 at_row = drows + tl.cast(state_row, tl.int64) * (H * K * V) + inside
                 tl.store(at_row, dstate.to(drows.dtype.element_ty), mask=kept)
             dvalue = tl.dot(keys, dstate.to(keys.dtype), input_precision=PRECISION)
@@ -100,7 +103,7 @@ def _adjoint_kernel(
             dvalue += local
             if KEEP:
                 at = dnew_v + start * (H * V) + head * V + row[:, None] * (H * V) + column[None, :]
-                tl.store(at, dvalue.to(dnew_v.dtype.element_ty), mask=live[:, None] & (column < V)[None, :])
+                tl.store(at, dvalue.to(dnew_v.dtype.element_ty), mask=live[:, None] & (keeps & (column < V))[None, :])
             read *= (tl.exp2(total) * scale)[:, None]
             dstate = tl.dot(queries, read.to(queries.dtype), dstate * tl.exp2(last), input_precision=PRECISION)
             dstate -= tl.dot(erased, dvalue.to(erased.dtype), input_precision=PRECISION)
@@ -113,15 +116,24 @@ def _adjoint_kernel(
 
 @triton.jit
 def _sum_kernel(dstarts, reader_ptr, reader, sums, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the gradients of the chains that start from entry ``program_id(0)``, slot 1 + it, in a fixed order."""
+    """Add the gradients of the chains that start from entry ``program_id(0)``, slot 1 + it, in a fixed order."""
     entry = tl.program_id(0)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = element < ELEMENTS
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+    at = sums + tl.cast(entry, tl.int64) * ELEMENTS + element
+    total = tl.load(at, mask=live, other=0.0)
     for place in range(tl.load(reader_ptr + entry + 1), tl.load(reader_ptr + entry + 2)):
         chain = tl.cast(tl.load(reader + place), tl.int64)
         total += tl.load(dstarts + chain * ELEMENTS + element, mask=live, other=0.0)
-    tl.store(sums + tl.cast(entry, tl.int64) * ELEMENTS + element, total, mask=live)
+    tl.store(at, total, mask=live)
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """The reverse pass of a wave with zero gradients at its exits: final but for the chains that lead to an exit."""
+
+    rows: torch.Tensor  # [R, H, K, V] gradients of states
+    starts: list[torch.Tensor]  # of each level, float32 [C, H, K, V], those of the states that its chains start from
 
 
 def run_adjoint(
@@ -135,6 +147,7 @@ def run_adjoint(
     dexit: torch.Tensor | None,
     walk: StatePass,
     chunk_size: int,
+    begun: Begun | None = None,
 ) -> torch.Tensor:
     """What the gradients of the inputs need of the reverse state pass, for the chunks of one wave.
 
@@ -144,55 +157,83 @@ def run_adjoint(
         ends: float32 [N, H] cumulative log2 decay of each chunk's last token.
         dv_local: [n, H, V] gradient of v' through outputs of the same chunk; takes the whole gradient of v'.
         dexit: float32 [X, H, K, V] gradients of the exit states; None for a wave without exits.
+        begun: what `begin_adjoint` made of this wave; only chains that lead to an exit are walked then.
 
     Returns:
         Gradients of the states in rows [R, H, K, V] in the dtype of ``dv_local``; those of entries are not written.
     """
-    drows = dv_local.new_empty((max(1, walk.rows), dv_local.shape[1], k.shape[2], dv_local.shape[2]))
+    drows = _rows_of(k, dv_local, walk) if begun is None else begun.rows
+    below = _no_starts(k, dv_local)
     # A program reads a row of dv'_local before it writes it, and no other program does either.
-    _launch(q, k, w, dout, decay, ends, dv_local, dexit, drows, dv_local, walk, chunk_size)
+    tensors = (q, k, w, dout, decay, ends, dv_local, dexit)
+    for number, level in reversed(list(enumerate(walk.levels))):
+        end = level.end if begun is None else level.open_end
+        if begun is not None:
+            starts = begun.starts[number]
+        else:
+            starts = below.new_empty((end - level.begin if number else 0, *below.shape[1:]))
+        _launch(tensors, below, starts, drows, level.begin, walk, number, end, chunk_size, alone=False)
+        below = starts
     return drows
 
 
-def run_entry_cotangents(
+def begin_adjoint(
     q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, dout: torch.Tensor, decay: torch.Tensor, ends: torch.Tensor,
-    dv_local: torch.Tensor, entries: int, walk: StatePass, chunk_size: int,
-) -> torch.Tensor:  # fmt: skip
-    """C: gradients of the entry states, float32 [Y, H, K, V], when those of all exit states are zero."""
-    shape = (k.shape[2], dv_local.shape[2])
-    dstarts = _launch(q, k, w, dout, decay, ends, dv_local, None, None, None, walk, chunk_size)
-    sums = torch.empty((entries, dv_local.shape[1], *shape), dtype=torch.float32, device=k.device)
-    if entries:
-        elements = sums[0].numel()
-        grid = (entries, triton.cdiv(elements, SUM_ELEMENTS))
-        _sum_kernel[grid](dstarts, walk.reader_ptr, walk.reader, sums, ELEMENTS=elements, BLOCK=SUM_ELEMENTS)
-    return sums
+    dv_local: torch.Tensor, dentry: torch.Tensor, walk: StatePass, chunk_size: int, keep: bool,
+) -> Begun | None:  # fmt: skip
+    """The reverse pass of a wave below entries with zero gradients at its exits.
+
+    Args:
+        dv_local: takes the gradient of v' where that is final.
+        dentry: float32 [Y, H, K, V], to which the gradients of the entry states are added.
+        keep: keep what is final for `run_adjoint`, which else begins again; None is returned then.
+    """
+    drows = _rows_of(k, dv_local, walk) if keep else None
+    below, starts = _no_starts(k, dv_local), []
+    tensors = (q, k, w, dout, decay, ends, dv_local, None)
+    for number, level in reversed(list(enumerate(walk.levels))):
+        starts.insert(0, below.new_empty((level.end - level.begin, *below.shape[1:])))
+        _launch(tensors, below, starts[0], drows, level.open_end, walk, number, level.end, chunk_size, alone=True)
+        below = starts[0]
+    elements = dentry[0].numel()
+    grid = (len(dentry), triton.cdiv(elements, SUM_ELEMENTS))
+    _sum_kernel[grid](below, walk.reader_ptr, walk.reader, dentry, ELEMENTS=elements, BLOCK=SUM_ELEMENTS)
+    if not keep:
+        return None
+    return Begun(drows, starts if walk.exits else [])
+
+
+def _rows_of(k: torch.Tensor, dv_local: torch.Tensor, walk: StatePass) -> torch.Tensor:
+    return dv_local.new_empty((max(1, walk.rows), dv_local.shape[1], k.shape[2], dv_local.shape[2]))
+
+
+def _no_starts(k: torch.Tensor, dv_local: torch.Tensor) -> torch.Tensor:
+    return torch.empty((0, dv_local.shape[1], k.shape[2], dv_local.shape[2]), dtype=torch.float32, device=k.device)
 
 
 def _launch(
-    q, k, w, dout, decay, ends, dv_local, dexit, drows, dnew_v, walk: StatePass, chunk_size: int
-) -> torch.Tensor:
-    """Returns the gradients of the states that the first level's chains start from, float32 [C, H, K, V], if nothing
-    else is kept."""
-    heads, value_dim = dv_local.shape[1:]
+    tensors, below, starts, drows, first_kept: int, walk: StatePass, number: int, end: int, chunk_size: int, alone: bool
+) -> None:
+    """Walk the chains of a level up to ``end``; from ``first_kept`` on they keep rows, if there are any.
+
+    Args:
+        tensors: q, k, w, dout, decay, ends, dv_local, dexit.
+        below: gradients of the states that the chains of the level below start from; a level reads no others.
+        starts: takes those of this level, unless it is empty.
+    """
+    q, k, *_, dv_local, dexit = tensors
+    level, heads, value_dim = walk.levels[number], *dv_local.shape[1:]
+    if end == level.begin:
+        return
     key_heads, key_dim = k.shape[1:]
-    keep = drows is not None
-    # A level reads the starts of the one below it only.
-    dbelow = torch.empty((0, heads, key_dim, value_dim), dtype=torch.float32, device=k.device)
-    for level in range(len(walk.levels) - 1, -1, -1):
-        begin, end = walk.levels[level]
-        sizes = state_sizes(value_dim, dv_local.dtype, (end - begin) * heads, alone=not keep)
-        starts = level > 0 or not keep
-        dstarts = dbelow.new_empty((end - begin if starts else 0, heads, key_dim, value_dim))
-        _adjoint_kernel[(end - begin, heads, triton.cdiv(value_dim, sizes.columns))](
-            q, k, w, dout, decay, ends, dv_local, dexit, dbelow, dstarts, drows, dnew_v,
-            walk.chunks, walk.chains, walk.reader_ptr, walk.reader, walk.twig_ptr, walk.twigs,
-            begin, end, key_dim**-0.5,
-            HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
-            KEEP=keep, STARTS=starts, EXITS=dexit is not None and len(dexit) > 0, TWIGS=walk.branch_twigs,
-            PRECISION=precision(dv_local.dtype),
-            CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
-            num_warps=sizes.warps, num_stages=sizes.stages,
-        )  # fmt: skip
-        dbelow = dstarts
-    return dbelow
+    sizes = state_sizes(value_dim, dv_local.dtype, (end - level.begin) * heads, alone)
+    _adjoint_kernel[(end - level.begin, heads, triton.cdiv(value_dim, sizes.columns))](
+        *tensors, below, starts, drows, dv_local,
+        walk.chunks, walk.chains, walk.reader_ptr, walk.reader, walk.twig_ptr, walk.twigs,
+        level.begin, level.end, first_kept, key_dim**-0.5,
+        HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
+        KEEP=drows is not None, STARTS=len(starts) > 0, EXITS=dexit is not None and len(dexit) > 0,
+        TWIGS=walk.branch_twigs, PRECISION=precision(dv_local.dtype),
+        CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
+        num_warps=sizes.warps, num_stages=sizes.stages,
+    )  # fmt: skip

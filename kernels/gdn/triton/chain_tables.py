@@ -15,7 +15,8 @@ its share of the parent's state gradient is formed by the parent's chain when it
 no slot, and a branch point of nothing but twigs keeps no float32 state.
 
 The pass over everything runs in *waves* of whole trees, so that rows and slots of all trees do not live at once. Trees
-below an entry, and trees above an exit, have waves of their own: the others need not wait for other ranks.
+below an entry, and trees above an exit, have waves of their own: the others need not wait for other ranks. Inside a
+level the chains that lead to an exit come first: in backward only they have to wait.
 
 Shapes: F fragments, N chunks, C chains of a pass, W its twigs, S slots, B slots and branch points without, R rows,
 Y entries, X exits.
@@ -24,6 +25,7 @@ Y entries, X exits.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,14 +46,23 @@ WAVE = 4096
 MOST_TWIGS = 4
 
 
+class Level(NamedTuple):
+    """Chains [begin, end) of one launch; those before ``open_end`` lead to an exit."""
+
+    begin: int
+    open_end: int
+    end: int
+
+
 @dataclass(frozen=True, eq=False)
 class StatePass:
-    """Chains that one pass walks, level by level, the longest of a level first. A chain's parent is one level up."""
+    """Chains that one pass walks, level by level, of a level the longest first among those that lead to an exit, and
+    then among the others. A chain's parent is one level up."""
 
     chunks: torch.Tensor  # int32 [N, CHUNK_COLUMNS] of all passes over everything, or of this one
     members: torch.Tensor  # int32 [M] chunks of this pass
     chains: torch.Tensor  # int32 [C, CHAIN_COLUMNS]
-    levels: tuple[tuple[int, int], ...]  # chains [begin, end) of each launch, parents first
+    levels: tuple[Level, ...]  # parents first
     slots: int
     rows: int
     below: bool  # some chunk stands below an entry
@@ -77,7 +88,6 @@ class ChainTables:
     entries: int
     waves: tuple[StatePass, ...]  # together everything
     summary: StatePass  # only what leads to an exit
-    through: StatePass  # only what stands below an entry
     exit_slot: torch.Tensor  # int64 [X] in the slots of ``summary``
     through_slot: torch.Tensor  # int64 [XA] those of the exits that are affine in an entry
 
@@ -141,7 +151,7 @@ def _chain_tables(
     waves = [
         _state_pass(fragments, chain_level, chunks, wave == number, entries, MOST_TWIGS) for number in np.unique(wave)
     ]
-    summary, through = (_state_pass(fragments, chain_level, chunks, kept, entries, 0) for kept in (to_exit, below))
+    summary = _state_pass(fragments, chain_level, chunks, to_exit, entries, 0)
     # One table serves all waves: each chunk is a member of one of them.
     table = chunks.copy()
     for part in waves:
@@ -162,7 +172,6 @@ def _chain_tables(
         entries=entries,
         waves=tuple(_on_device(part, device) for part in waves),
         summary=_on_device(summary, device),
-        through=_on_device(through, device),
         exit_slot=exit_slot,
         through_slot=exit_slot[torch.as_tensor(np.flatnonzero(exit_entry >= 0), device=device)],
     )
@@ -219,7 +228,9 @@ def _state_pass(
     head = np.searchsorted(of.chain, number)
     last = head + np.bincount(of.chain[kept], minlength=len(level))[number] - 1
     length = of.last_chunk[last] - of.first_chunk[head] + 1
-    twig = _twigs(of.parent[head], (length == 1) & ~branches[last], most_twigs)
+    # Of an entry the gradient is asked for, which chains form.
+    unread = (length == 1) & ~branches[last] & (of.entry[head] < 0)
+    twig = _twigs(of.parent[head], unread, most_twigs)
 
     # Branch points with a slot first.
     points = np.flatnonzero(branches)
@@ -238,11 +249,13 @@ def _state_pass(
     parent = of.parent[head]
     starts_from = np.where(parent >= 0, table[of.last_chunk[parent], 2], 1 + of.entry[head])
     assert (starts_from >= 0).all()
-    order = np.lexsort((-length, level[number]))
+    leads_out = of.to_exit[head]
+    order = np.lexsort((-length, ~leads_out, level[number]))
     order = order[~twig[order]]
     chains = np.stack([of.first_chunk[head], length, starts_from, of.below[head]], 1)[order]
     bounds = np.append(np.unique(level[number][order], return_index=True)[1], len(order)).tolist()
-    levels = tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    spans = zip(bounds[:-1], bounds[1:], strict=True)
+    levels = tuple(Level(begin, begin + int(leads_out[order[begin:end]].sum()), end) for begin, end in spans)
     reader, reader_ptr = _by_slot(chains[:, 2], 1 + entries + len(ends))
     places, twig_ptr = _by_slot(starts_from[twig], 1 + entries + len(ends))
     twigs = of.first_chunk[head[twig]][places]
@@ -258,7 +271,7 @@ def _twigs(parent: np.ndarray, unread: np.ndarray, most: int) -> np.ndarray:
     """Which of the chains are twigs: those ``unread`` that have at most ``most - 1`` such siblings.
 
     Args:
-        parent: of each chain's first fragment, or -1: a root's or an entry's chain has no branch point to walk it.
+        parent: of each chain's first fragment, or -1: a root's chain has no branch point to walk it.
     """
     if not most:
         return np.zeros_like(unread)
