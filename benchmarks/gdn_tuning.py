@@ -199,7 +199,7 @@ def compile_layer(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> No
     api.exit_summary(inputs, stages, tables)
     api.outputs(inputs, stages, lambda: state, tables)
     back = api.backward_stages(inputs, stages, dout, tables)
-    _, back = api.entry_cotangents(inputs, stages, back, tables)
+    _, back = api.entry_cotangents(inputs, stages, back, state, tables)
     api.input_gradients(inputs, stages, back, state, lambda: state, tables)
 
 

@@ -34,18 +34,16 @@ class Costs:
     chunk_backward: int = 310_000
     # The same unit, for what states that cross ranks add, hide or wait for: between one chain and trees, from stages
     # of the rows `gdn` and `gdn-ranks` of that day (commits 5ab6634 and 003e032).
-    # The state pass that keeps nothing, for summaries: one chain 43 us, trees 23. The adjoint that keeps nothing, for
-    # the gradients of entries: 62 and 64.
+    # The state pass that keeps nothing, for summaries: one chain 43 us, trees 23.
     chunk_summary: int = 33_000
-    chunk_cotangent: int = 63_000
     # State pass and output of the forward: one chain 66 + 28 us, trees 43 to 46 + 28.
     chunk_states: int = 54_000
     chunk_output: int = 28_000
     # Both state passes of the backward side by side, and dqkwg: one chain 102 + 95 us, trees 97 + 94.
     chunk_both_passes: int = 100_000
     chunk_dqkwg: int = 94_000
-    # Saved by having the states when the adjoint begins: both side by side 102 us, the adjoint after it alone 88.
-    chunk_states_ahead: int = 14_000
+    # The adjoint where the states are there already; the other pass beside it adds only 12 to 14 us.
+    chunk_adjoint: int = 88_000
     # One MiB of states folded: what the fold of `art_5k16x100`, spread over two H200s (104 MiB a rank, 1.32 ms; commit
     # 003e032), took beside waiting for the other rank's summary, two all-to-alls and its own state pass: 0.5 ms.
     fold_mib: int = 5_000

@@ -192,8 +192,9 @@ def recurrent_time(
 ) -> tuple[LayerTime, LayerTime]:
     """A recurrent layer whose entry states come from one exchange of summaries.
 
-    Chunks that lead to an exit go through the state pass twice; in backward those below an entry go through the adjoint
-    twice. What other work does not hide of the exchange is exposed, and so is the fetch of the convolution's history.
+    Chunks that lead to an exit go through the state pass twice; in backward those of them below an entry go through the
+    adjoint twice. What other work does not hide of the exchange is exposed, and so is the fetch of the convolution's
+    history.
     """
     alone = recurrent_token_time(tokens, shape, costs)
     parts = []
@@ -217,10 +218,11 @@ def recurrent_token_time(tokens: np.ndarray, shape: ModelShape, costs: Costs) ->
 class StateMoves:
     """What states that cross ranks ask of each rank in one direction: int64 [P], nanoseconds where not said otherwise.
 
-    A rank computes, in this order: ``again``; then its states are sent; ``products``; ``passes``; and ``others``. Only
+    A rank computes, in this order: ``before``; then its states are sent; ``products``; ``passes``; and ``others``. Only
     then does it need the states of other ranks.
     """
 
+    before: np.ndarray  # passes that other ranks wait for
     again: np.ndarray  # passes that are run a second time, for the sake of other ranks
     products: np.ndarray  # of the output gate
     passes: np.ndarray  # state passes of local trees; they fill the card
@@ -236,7 +238,8 @@ def state_moves(
     """Forward: summaries become entry states; backward: their gradients become those of exit states.
 
     While states travel a rank multiplies for its output gate (once, in backward twice) and works off the local trees
-    that need none of them; in backward it makes the states of the other trees meanwhile.
+    that need none of them; in backward it makes the states of the other trees meanwhile. Passes of trees below an
+    entry come before all that in backward, and are final but for what leads to an exit.
     """
 
     def chunks(count: np.ndarray, cost: int) -> np.ndarray:
@@ -245,10 +248,12 @@ def state_moves(
     product = 2 * shape.hidden * shape.gdn_value_heads * shape.gdn_head_dim * shape.gdn_own_gate
     gate = tokens * (product * costs.tera_product // 10**9) // 1000
     folded = int((counts.exits + counts.maps + counts.entries).sum())
-    free, closed = counts.chunks - counts.entry_chunks, counts.chunks - counts.exit_tree_chunks
+    free = counts.chunks - counts.entry_chunks
+    # A map has as many columns as a state.
+    summary = chunks(counts.exit_chunks + counts.through_chunks, costs.chunk_summary)
     forward = StateMoves(
-        # A map has as many columns as a state.
-        again=chunks(counts.exit_chunks + counts.through_chunks, costs.chunk_summary),
+        before=summary,
+        again=summary,
         products=gate,
         passes=chunks(free, costs.chunk_states),
         others=chunks(free, costs.chunk_output),
@@ -256,13 +261,16 @@ def state_moves(
         arrive=counts.entries,
         folded=folded,
     )
-    ahead = counts.exit_tree_chunks
+    closed = counts.chunks - counts.exit_tree_chunks
+    ahead = counts.exit_tree_chunks - (counts.entry_chunks - counts.entry_only_chunks)
+    spared = costs.chunk_both_passes - costs.chunk_adjoint
     backward = StateMoves(
-        again=chunks(counts.entry_chunks, costs.chunk_cotangent),
+        before=chunks(counts.entry_chunks, costs.chunk_both_passes),
+        again=chunks(counts.through_chunks, costs.chunk_adjoint),
         products=2 * gate,
-        passes=chunks(closed, costs.chunk_both_passes) + chunks(ahead, costs.chunk_states),
+        passes=chunks(closed - counts.entry_only_chunks, costs.chunk_both_passes) + chunks(ahead, costs.chunk_states),
         # States made ahead spare less than they take, since they would have been made beside the adjoint.
-        others=chunks(closed, costs.chunk_dqkwg) - chunks(ahead, costs.chunk_states - costs.chunk_states_ahead),
+        others=chunks(closed, costs.chunk_dqkwg) - chunks(ahead, costs.chunk_states - spared),
         leave=counts.entries,
         arrive=counts.exits,
         folded=folded,
@@ -285,9 +293,9 @@ def state_wait(moves: StateMoves, shape: ModelShape, costs: Costs) -> np.ndarray
         busier = np.maximum(states, -(-states.sum() // world))  # out or in
         return busier * shape.state_bytes * costs.state_mib * (world - 1) // (MIB * world)
 
-    sent = int(moves.again[moves.leave > 0].max()) + int(travel(moves.leave).max())
+    sent = int(moves.before[moves.leave > 0].max()) + int(travel(moves.leave).max())
     fold = moves.folded * shape.state_bytes * costs.fold_mib // (MIB * world) + costs.state_latency
-    begins = moves.again + moves.products
+    begins = moves.before + moves.products
     blocked = (moves.passes > 0) & (sent + fold > begins)
     rest = np.minimum(fold, sent + fold - begins)  # of a fold that passes stop
     done = np.where(blocked, np.maximum(sent, begins + moves.passes) + rest, sent + fold)

@@ -36,12 +36,13 @@ class RecurrentFigures:
     exit_chunks: np.ndarray  # of fragments at or above an exit
     through_chunks: np.ndarray  # of these the ones below an entry: they need an affine map
     entry_chunks: np.ndarray  # of local trees below an entry
+    entry_only_chunks: np.ndarray  # of these trees the ones without an exit
     exit_tree_chunks: np.ndarray  # of local trees with an exit
 
     @classmethod
     def of_uncut_trees(cls, chunks: np.ndarray) -> RecurrentFigures:
         """Where no state crosses ranks."""
-        return cls(chunks, *[np.zeros_like(chunks)] * 7)
+        return cls(chunks, *[np.zeros_like(chunks)] * 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +325,7 @@ def _recurrent(survey: Survey, layout: Layout) -> RecurrentFigures:
         up = further
     below, with_exit = crossing[up], np.zeros(fragments, bool)
     with_exit[up[is_exit]] = True
-    members = (to_exit, to_exit & below, below, with_exit[up])
+    members = (to_exit, to_exit & below, below, below & ~with_exit[up], with_exit[up])
     return RecurrentFigures(
         _sum_by(rank, chunks, world),
         np.bincount(entry // fragments, minlength=world),

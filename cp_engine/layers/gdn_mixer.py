@@ -87,7 +87,7 @@ class _Mixing:
         inputs = self._inputs(x, lambda: fetched, weight, g, beta)
         stages = gdn.chunk_stages(inputs, self.local, of_chunks)
         back = gdn.backward_stages(inputs, stages, dout.to(inputs.v.dtype), self.local)
-        dentry, back = gdn.entry_cotangents(inputs, stages, back, self.local)
+        dentry, back = gdn.entry_cotangents(inputs, stages, back, entry_states, self.local)
         fold, transport = self.tables.fold, self.transport
         dexit = InFlight(lambda: fold_exit_cotangents(dentry, transition, fold, transport), dentry, transition)
         self.pulled = _Pulled(x, weight, inputs, stages, back, fetched, entry_states, dexit)

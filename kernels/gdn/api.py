@@ -48,7 +48,7 @@ class _Pulled(NamedTuple):
 
     dout: torch.Tensor  # [n, H, V]
     dv_local: torch.Tensor  # [n, H, V]
-    begun: tuple = ()  # of `entry_cotangents`
+    begun: triton.Begun | None = None
 
 
 def choose(backend: str, k: torch.Tensor, v: torch.Tensor) -> str:
@@ -120,14 +120,19 @@ def backward_stages(
     return reference.backward_stages(inputs, dout, tables)
 
 
-def entry_cotangents(inputs: Inputs, stages, backward, tables: ChunkTables | ChainTables):
+def entry_cotangents(
+    inputs: Inputs, stages, backward, entry_states: torch.Tensor, tables: ChunkTables | ChainTables
+) -> tuple[torch.Tensor, object]:
     """Gradients of the entry states [Y, H, K, V] when the gradients of all exit states are zero.
+
+    Args:
+        entry_states: [Y, H, K, V]; the backend may compute states meanwhile.
 
     Returns:
         These, and what `input_gradients` takes in the place of ``backward``: with what is computed already.
     """
     if isinstance(tables, ChainTables):
-        dentry, begun = triton.entry_cotangents(inputs, stages, backward.dout, backward.dv_local, tables)
+        dentry, begun = triton.entry_cotangents(inputs, stages, backward.dout, backward.dv_local, entry_states, tables)
         return dentry, backward._replace(begun=begun)
     return reference.entry_cotangents(inputs, stages, backward, tables), backward
 

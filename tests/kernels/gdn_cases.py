@@ -69,7 +69,7 @@ class Case:
         return [
             api.outputs(x, stages, lambda: entry_states, tables),
             *api.exit_summary(x, stages, tables),
-            api.entry_cotangents(x, stages, back, tables)[0],
+            api.entry_cotangents(x, stages, back, entry_states, tables)[0],
             *api.input_gradients(x, stages, back, entry_states, lambda: dexit, tables),
         ]
 
@@ -80,7 +80,7 @@ class Case:
         o = gdn.outputs(x, stages, lambda: self.entry_states, tables)
         summary = gdn.exit_summary(x, stages, tables)
         back = gdn.backward_stages(x, stages, self.dout, tables)
-        dentry, begun = gdn.entry_cotangents(x, stages, self.dout, back, tables)
+        dentry, begun = gdn.entry_cotangents(x, stages, self.dout, back, self.entry_states, tables)
         grads = gdn.input_gradients(x, stages, self.dout, back, begun, self.entry_states, lambda: self.dexit, tables)
         return [o, *summary, dentry, *grads]
 

@@ -76,7 +76,7 @@ def run_kernel(inputs, entry_states, dout, dexit, tables):
     exits, transition = gdn.exit_summary(inputs, stages, tables)
     out = gdn.outputs(inputs, stages, lambda: entry_states, tables)
     back = gdn.backward_stages(inputs, stages, dout, tables)
-    dentry, back = gdn.entry_cotangents(inputs, stages, back, tables)
+    dentry, back = gdn.entry_cotangents(inputs, stages, back, entry_states, tables)
     grads = gdn.input_gradients(inputs, stages, back, entry_states, lambda: dexit, tables)
     return out, exits, transition, grads, dentry
 

@@ -80,6 +80,7 @@ def test_counts_equal_the_plans(seed, monkeypatch):
         assert counts.through_chunks[rank] == chunks[to_exit & below].sum()
         assert counts.entry_chunks[rank] == chunks[below].sum()
         assert counts.exit_tree_chunks[rank] == chunks[with_exit].sum()
+        assert counts.entry_only_chunks[rank] == chunks[below & ~with_exit].sum()
 
 
 def test_union_joins_what_touches_or_overlaps():

@@ -23,7 +23,7 @@ from cp_engine.kernels.gdn.triton.chain_tables import ChainTables, chain_tables
 from cp_engine.kernels.shared import packages
 
 if TYPE_CHECKING:
-    from cp_engine.kernels.gdn.triton.backward_pass import Begun
+    from cp_engine.kernels.gdn.triton.backward_pass import HalfAdjoint
 
 __all__ = [
     "ChainTables",
@@ -41,9 +41,9 @@ __all__ = [
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
-# Rows of state gradients (1 MiB each with 32 bf16 heads of 128 x 128) that are kept while gradients cross ranks. Of
-# waves beyond that the reverse pass runs twice.
-KEPT_ROWS = 2048
+# Rows of states and of their gradients (1 MiB each with 32 bf16 heads of 128 x 128) that are kept while gradients cross
+# ranks. Of waves beyond that the reverse pass runs twice.
+KEPT_ROWS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,31 +170,55 @@ def backward_stages(inputs: Inputs, stages: Stages, dout: torch.Tensor, tables: 
     return value_gradient_inside(q, k, dout, stages.decay, tables.ancestors, tables.chunk_rows, tables.chunk_size)
 
 
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """What both passes over states have computed before gradients cross ranks, of the waves below entries."""
+
+    new_v: torch.Tensor  # [n, H, V] v'
+    waves: tuple[tuple[torch.Tensor, HalfAdjoint] | None, ...]  # rows of states [R, H, K, V], and the reverse pass
+
+
 def entry_cotangents(
-    inputs: Inputs, stages: Stages, dout: torch.Tensor, dv_local: torch.Tensor, tables: ChainTables
-) -> tuple[torch.Tensor, tuple[Begun | None, ...]]:
-    """Gradients of the entry states, float32 [Y, H, K, V], when the gradients of all exit states are zero; and of each
-    wave what is final of its reverse pass by then, as far as it is worth its memory.
+    inputs: Inputs,
+    stages: Stages,
+    dout: torch.Tensor,
+    dv_local: torch.Tensor,
+    entry_states: torch.Tensor,
+    tables: ChainTables,
+) -> tuple[torch.Tensor, Begun]:
+    """Gradients of the entry states, float32 [Y, H, K, V], when the gradients of all exit states are zero; and what is
+    final of the passes by then, as far as it is worth its memory.
 
     Args:
         dv_local: what `backward_stages` made; its memory takes the gradient of v' where that is final.
+        entry_states: float32 [Y, H, K, V].
     """
     from cp_engine.kernels.gdn.triton.backward_pass import begin_adjoint
+    from cp_engine.kernels.gdn.triton.forward_pass import States, run_states
+    from cp_engine.kernels.gdn.triton.launch import Beside
 
     q, k, dout = (_inside(x, tables) for x in (inputs.q, inputs.k, dout))
-    dentry = torch.zeros(
-        (tables.entries, dv_local.shape[1], k.shape[2], dv_local.shape[2]), dtype=torch.float32, device=k.device
-    )
-    begun, room = [], KEPT_ROWS
+    w, u, decay, ends, size = stages.w, stages.u, stages.decay, stages.ends, tables.chunk_size
+    dentry = torch.zeros((tables.entries, u.shape[1], k.shape[2], u.shape[2]), dtype=torch.float32, device=k.device)
+    new_v, begun, room = torch.empty_like(u), [], KEPT_ROWS
     for wave in tables.waves:
         if not wave.below:
             begun.append(None)
             continue
-        # Gradients that chains start from are float32.
-        room -= wave.rows + 2 * len(wave.chains) * wave.exits
-        at = (q, k, stages.w, dout, stages.decay, stages.ends, dv_local, dentry, wave, tables.chunk_size)
-        begun.append(begin_adjoint(*at, keep=room >= 0))
-    return dentry, tuple(begun)
+        # Of states and of their gradients; gradients that chains start from are float32.
+        room -= 2 * wave.rows + 2 * len(wave.chains) * wave.exits
+        gradients = partial(begin_adjoint, q, k, w, dout, decay, ends, dv_local, dentry, wave, size)
+        if room < 0:
+            gradients(keep=False)
+            begun.append(None)
+            continue
+        states = States.empty(k, u, wave)
+        pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=False)
+        beside = Beside(pass_again, k.device)
+        half = gradients(keep=True)
+        beside.join()
+        begun.append((states.rows, half))
+    return dentry, Begun(new_v, tuple(begun))
 
 
 def input_gradients(
@@ -202,7 +226,7 @@ def input_gradients(
     stages: Stages,
     dout: torch.Tensor,
     dv_local: torch.Tensor,
-    begun: tuple[Begun | None, ...],
+    begun: Begun | None,
     entry_states: torch.Tensor,
     dexit: Callable[[], torch.Tensor],
     tables: ChainTables,
@@ -211,7 +235,7 @@ def input_gradients(
 
     Args:
         dv_local: what `backward_stages` made; its memory takes the gradient of v'.
-        begun: what `entry_cotangents` made; empty where it was not called.
+        begun: what `entry_cotangents` made; None where it was not called.
         entry_states: float32 [Y, H, K, V].
         dexit: gives the gradients of the exit states, float32 [X, H, K, V]; called when nothing else is left to do.
     """
@@ -226,21 +250,21 @@ def input_gradients(
     q, k, v, _, beta = (_inside(x, tables) for x in inputs)
     dout, size = _inside(dout, tables), tables.chunk_size
     decay, ends, w, u = stages.decay, stages.ends, stages.w, stages.u
-    new_v, grads = torch.empty_like(u), Gradients.empty(k, v.shape[1])
-    pairs = zip(tables.waves, begun or [None] * len(tables.waves), strict=True)
-    for wave, half in sorted(pairs, key=lambda pair: pair[0].exits):
-        states, ready = States.empty(k, u, wave), half is not None and not wave.exits
-        pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=ready)
-        if ready:
-            pass_again()
-            dstates = half.rows
-        else:
+    begun = Begun(torch.empty_like(u), (None,) * len(tables.waves)) if begun is None else begun
+    new_v, grads = begun.new_v, Gradients.empty(k, v.shape[1])
+    for wave, done in sorted(zip(tables.waves, begun.waves, strict=True), key=lambda pair: pair[0].exits):
+        gradients = partial(run_adjoint, q, k, w, dout, decay, ends, dv_local)
+        if done is None:
+            states = States.empty(k, u, wave)
+            pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=False)
             # Neither the states nor their gradients need the other, and either leaves room on the multiprocessors.
             beside = Beside(pass_again, k.device)
-            leaving = dexit() if wave.exits else None
-            dstates = run_adjoint(q, k, w, dout, decay, ends, dv_local, leaving, wave, size, half)
+            rows, dstates = states.rows, gradients(dexit() if wave.exits else None, wave, size)
             beside.join()
-        dqkwg(q, k, new_v, decay, tables.ancestors, states.rows, dout, dstates, dv_local, wave, size, grads)
+        else:
+            rows, half = done
+            dstates = gradients(dexit(), wave, size, half) if wave.exits else half.rows
+        dqkwg(q, k, new_v, decay, tables.ancestors, rows, dout, dstates, dv_local, wave, size, grads)
     dk, dv, dbeta, dg = solve_backward(
         k, v, decay, beta, stages.inverse, tables.ancestors, w, u, grads.dw, dv_local, grads.dk,
         grads.dtotal, tables.chunk_rows, size,

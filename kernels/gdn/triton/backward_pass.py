@@ -129,7 +129,7 @@ def _sum_kernel(dstarts, reader_ptr, reader, sums, ELEMENTS: tl.constexpr, BLOCK
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class HalfAdjoint:
     """The reverse pass of a wave with zero gradients at its exits: final but for the chains that lead to an exit."""
 
     rows: torch.Tensor  # [R, H, K, V] gradients of states
@@ -147,7 +147,7 @@ def run_adjoint(
     dexit: torch.Tensor | None,
     walk: StatePass,
     chunk_size: int,
-    begun: Begun | None = None,
+    half: HalfAdjoint | None = None,
 ) -> torch.Tensor:
     """What the gradients of the inputs need of the reverse state pass, for the chunks of one wave.
 
@@ -157,22 +157,22 @@ def run_adjoint(
         ends: float32 [N, H] cumulative log2 decay of each chunk's last token.
         dv_local: [n, H, V] gradient of v' through outputs of the same chunk; takes the whole gradient of v'.
         dexit: float32 [X, H, K, V] gradients of the exit states; None for a wave without exits.
-        begun: what `begin_adjoint` made of this wave; only chains that lead to an exit are walked then.
+        half: what `begin_adjoint` made of this wave; then only chains that lead to an exit are walked, with no other
+            pass beside them.
 
     Returns:
         Gradients of the states in rows [R, H, K, V] in the dtype of ``dv_local``; those of entries are not written.
     """
-    drows = _rows_of(k, dv_local, walk) if begun is None else begun.rows
+    drows = _rows_of(k, dv_local, walk) if half is None else half.rows
     below = _no_starts(k, dv_local)
     # A program reads a row of dv'_local before it writes it, and no other program does either.
     tensors = (q, k, w, dout, decay, ends, dv_local, dexit)
     for number, level in reversed(list(enumerate(walk.levels))):
-        end = level.end if begun is None else level.open_end
-        if begun is not None:
-            starts = begun.starts[number]
+        if half is None:
+            end, starts = level.end, below.new_empty((level.end - level.begin if number else 0, *below.shape[1:]))
         else:
-            starts = below.new_empty((end - level.begin if number else 0, *below.shape[1:]))
-        _launch(tensors, below, starts, drows, level.begin, walk, number, end, chunk_size, alone=False)
+            end, starts = level.open_end, half.starts[number]
+        _launch(tensors, below, starts, drows, level.begin, walk, number, end, chunk_size, alone=half is not None)
         below = starts
     return drows
 
@@ -180,27 +180,28 @@ def run_adjoint(
 def begin_adjoint(
     q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, dout: torch.Tensor, decay: torch.Tensor, ends: torch.Tensor,
     dv_local: torch.Tensor, dentry: torch.Tensor, walk: StatePass, chunk_size: int, keep: bool,
-) -> Begun | None:  # fmt: skip
+) -> HalfAdjoint | None:  # fmt: skip
     """The reverse pass of a wave below entries with zero gradients at its exits.
 
     Args:
         dv_local: takes the gradient of v' where that is final.
         dentry: float32 [Y, H, K, V], to which the gradients of the entry states are added.
-        keep: keep what is final for `run_adjoint`, which else begins again; None is returned then.
+        keep: keep what is final for `run_adjoint`, which else begins again, and None is returned. Another pass runs
+            beside this then.
     """
     drows = _rows_of(k, dv_local, walk) if keep else None
     below, starts = _no_starts(k, dv_local), []
     tensors = (q, k, w, dout, decay, ends, dv_local, None)
     for number, level in reversed(list(enumerate(walk.levels))):
         starts.insert(0, below.new_empty((level.end - level.begin, *below.shape[1:])))
-        _launch(tensors, below, starts[0], drows, level.open_end, walk, number, level.end, chunk_size, alone=True)
+        _launch(tensors, below, starts[0], drows, level.open_end, walk, number, level.end, chunk_size, alone=not keep)
         below = starts[0]
     elements = dentry[0].numel()
     grid = (len(dentry), triton.cdiv(elements, SUM_ELEMENTS))
     _sum_kernel[grid](below, walk.reader_ptr, walk.reader, dentry, ELEMENTS=elements, BLOCK=SUM_ELEMENTS)
     if not keep:
         return None
-    return Begun(drows, starts if walk.exits else [])
+    return HalfAdjoint(drows, starts if walk.exits else [])
 
 
 def _rows_of(k: torch.Tensor, dv_local: torch.Tensor, walk: StatePass) -> torch.Tensor:
