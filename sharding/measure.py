@@ -59,6 +59,11 @@ class Figures:
     windowed: Figures | None = None  # of a layer with a sliding window, see `windowed_figures`
 
     @property
+    def crowded(self) -> int:
+        """Pieces beyond fewer than two a rank in the mean."""
+        return max(0, int(self.pieces.sum()) - 2 * len(self.pieces) + 1)
+
+    @property
     def busiest_rows(self) -> int:
         """Rows of the busiest link: the larger of most rows in and most rows out."""
         return int(max(self.rows_in.max(), self.rows_out.max()))

@@ -38,11 +38,12 @@ TOKEN_SPREAD = 64  # most tokens by which two ranks may differ
 PAIR_LIMIT_PERCENT = 2  # most pairs of a rank over the mean, where ranks hold at least SMALL_RANK tokens
 SMALL_PAIR_LIMIT_PERCENT = 5
 SMALL_RANK = 8192
-MOST_PIECES = 4  # on any rank up to 8 ranks; the chord needs one more for each further doubling
+# On any rank, and under two in the mean, up to so many ranks; the chord needs one more for each further doubling.
+MOST_PIECES, FEW_RANKS = 4, 8
 TWO_RANK_SPLITS = 6  # tolerant splits that are measured where there are only two ranks
 DEALT_ORDERS = 4  # orders of whole subtrees that are measured
 GIVEN_ORDER_RANKS = 4  # most ranks for which tolerant splits of the given order are tried besides those of another
-CROWDED_PER_MILLE = 25  # what a layout of two pieces a rank or more must gain over one with fewer
+CROWDED_PER_MILLE = 25  # on more ranks: what a layout of two pieces a rank or more must gain over one with fewer
 POLISH_RANKS = 16  # most ranks for which the slower steps are tried
 POLISH_ROUNDS = 4
 # Idle ranks, and splits with each, that a polish tries for a busy rank. Many small subtrees meet the tile grid by luck,
@@ -66,7 +67,7 @@ class Candidate:
     @property
     def key(self) -> tuple[int, int]:
         """What candidates are compared by; smaller is better."""
-        crowded = int(self.figures.pieces.sum()) >= 2 * self.layout.world
+        crowded = self.figures.crowded > 0
         return self.violation, self.time.step * (1000 + crowded * CROWDED_PER_MILLE) // 1000
 
 
@@ -120,6 +121,8 @@ class _Judge:
         total = max(0, over) * 10**4 // max(1, self.pairs)
         most = max(MOST_PIECES, (self.world - 1).bit_length() + 1)
         pieces = max(0, int(figures.pieces.max()) - most)
+        if self.world <= FEW_RANKS:
+            pieces += figures.crowded
         spread = max(0, int(figures.tokens.max() - figures.tokens.min()) - TOKEN_SPREAD)
         return total + 10**6 * (pieces + spread)
 

@@ -324,3 +324,4 @@ def test_real_rollouts_hold_the_limits(name):
         assert all(any(f"{rival} would be" in text for text in row["listed"]) for rival in faster)
         assert max(row[f"step_over_{rival}"] for rival in RIVALS) <= 1.002
         assert row["exposed"] <= 0.035
+        assert not quality(name, packs, world, HYBRID)["broken"]
