@@ -182,6 +182,8 @@ def refusals(path) -> list[str]:
         refused(run_config("tiny-qwen3", "float32", ranks.world))
     other = load_model("tiny-qwen3", torch.float32, VOCAB + ranks.rank)
     refused(run_config("tiny-qwen3", "float32", ranks.world), causal_lm=other)
+    empty = blueprint_of(load_model("tiny-qwen3", torch.float32, VOCAB)).build()
+    refused(run_config("tiny-qwen3", "float32", ranks.world), causal_lm=empty)
     return told
 
 
@@ -200,6 +202,39 @@ def test_all_ranks_are_told_what_the_first_one_found(tmp_path):
     assert first[0].startswith("cannot load the folder ")
     assert first[1].startswith("model.scale of Qwen3ForCausalLM do not follow from its config, so the weights cannot")
     assert first[2].startswith("ranks [1] have another model than rank 0")
+    assert first[3].startswith("causal_lm.model.embed_tokens.weight, causal_lm.model.layers.0.")
+    assert " of the first rank's model are on the meta device" in first[3]
+
+
+def damaged(path) -> tuple[str, str]:
+    """Type and message of what this rank raises."""
+    with pytest.raises(Exception) as error:
+        engine_of_first_rank(run_config(path, "float32", this_rank().world))
+    return type(error.value).__name__, str(error.value)
+
+
+def test_no_rank_waits_for_a_model_whose_file_is_cut_short(tmp_path):
+    save_model(load_model("tiny-qwen3", torch.float32, VOCAB), tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    first, other = run_ranks(2, damaged, tmp_path / "cut")
+    assert first[0] == "SafetensorError"
+    assert other == ("RuntimeError", f"the first rank could not load the model: SafetensorError: {first[1]}")
+
+
+def of_transposed_weights() -> list[str]:
+    """What differs where matrices lie by columns in the first rank's memory."""
+    ranks = this_rank()
+    config = run_config("tiny-qwen3", "float32", ranks.world)
+    model = whole_model(config)
+    for parameter in model.parameters():
+        if ranks.is_first and parameter.ndim == 2:
+            parameter.data = parameter.data.T.contiguous().T
+    return differing(Engine(config, ranks, causal_lm=model))
+
+
+def test_weights_arrive_whichever_way_they_lie_in_memory():
+    assert run_ranks(2, of_transposed_weights) == [[], []]
 
 
 def test_a_tensor_that_is_no_parameter_is_refused(monkeypatch):
