@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from cp_engine.kernels.gdn.triton import (
     backward_pass,
@@ -17,7 +18,7 @@ from cp_engine.kernels.gdn.triton import (
     twigs,
 )
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS
-from cp_engine.kernels.gdn.triton.launch import ALONE, STATE, WIDE_STATE
+from cp_engine.kernels.gdn.triton.launch import ALONE, STATE, WIDE_FROM, WIDE_STATE, state_sizes
 from cp_engine.kernels.gdn.triton.primitives import Sizes
 from tests.kernels.compiled import compile_for_hopper, is_tuned_compiler
 
@@ -73,6 +74,11 @@ def adjoint(constants: dict, sizes: Sizes, spilled: int = 0) -> Build:
     return Build(backward_pass._adjoint_kernel, constants, sizes.warps, sizes.stages, spilled=spilled)
 
 
+def chosen(key_dim: int, many: bool, alone: bool) -> Sizes:
+    """Sizes of a launch over few or many states of bfloat16 rows, with values as long as keys."""
+    return state_sizes(key_dim, key_dim, torch.bfloat16, WIDE_FROM if many else 1, alone)
+
+
 BY_TILES = Build(dqkwg_tiles.dqkwg_tiles_kernel, {"BK": dqkwg.BLOCK_KEYS}, dqkwg.WARPS, dqkwg.STAGES, TILES)
 BUILDS = {
     "states": states(KEPT, STATE, STATE.stages),
@@ -82,7 +88,10 @@ BUILDS = {
     "summary": states(UNKEPT | {"COLUMNS": 256}, STATE, ALONE),
     "adjoint": adjoint(KEPT, STATE),
     "wide adjoint": adjoint(KEPT, WIDE_STATE, spilled=32),
-    "entry cotangents": adjoint(UNKEPT | {"STARTS": True, "EXITS": False, "TWIGS": False}, STATE),
+    "adjoint alone": adjoint(KEPT, chosen(128, many=False, alone=True)),
+    "entry cotangents": adjoint(
+        UNKEPT | {"STARTS": True, "EXITS": False, "TWIGS": True}, chosen(128, many=False, alone=True)
+    ),
     "dv_local": Build(inside._value_gradient_kernel, PADDED | {"BK": 64}, inside.WARPS, inside.STAGES),
     "products": Build(inside._products_kernel, {"BK": 64}, inside.WARPS, inside.STAGES),
     "solve_backward": Build(
@@ -137,3 +146,12 @@ def test_the_gradient_through_the_solve_fits(size, stages):
     heads = {"K": size, "V": size, "KP": size, "VP": size, "PARTS": size // 64}
     build = Build(solve_backward._solve_backward_kernel, heads, solve_backward.WARPS, stages)
     assert build.compiled().shared <= SHARED
+
+
+@pytest.mark.parametrize(("many", "alone"), [(False, True), (True, False)])
+def test_passes_over_large_states_fit(many, alone):
+    sizes = chosen(256, many, alone)
+    heads = {"K": 256, "V": 256, "KP": 256, "VP": 256}
+    assert adjoint(KEPT | heads, sizes).compiled().shared <= SHARED
+    forward = states(KEPT | heads | {"COLUMNS": 256}, sizes, sizes.stages, by_tiles=False)
+    assert forward.compiled().shared <= SHARED

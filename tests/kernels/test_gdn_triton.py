@@ -114,6 +114,15 @@ def test_other_head_sizes_on_gpu(heads):
 
 @pytest.mark.gpu
 @on_gpu
+def test_large_heads_below_entries_on_gpu(monkeypatch):
+    """Of many states, some of them walked with no other pass beside."""
+    monkeypatch.setattr(launch, "WIDE_FROM", 1)
+    plan = rank_plans(random_forest(0, 20), 0)[2]
+    check_on_gpu(case(plan, 2, (1, 2, 256, 256)).to("cuda", torch.bfloat16))
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_runs_are_equal_to_the_bit():
     mine = case(whole_plan(random_forest(3, 40)), 0, (2, 4, 128, 128)).to("cuda", torch.bfloat16)
     for first, second in zip(mine.run(mine.tables()), mine.run(mine.tables()), strict=True):

@@ -227,7 +227,7 @@ def _launch(
     if end == level.begin:
         return
     key_heads, key_dim = k.shape[1:]
-    sizes = state_sizes(value_dim, dv_local.dtype, (end - level.begin) * heads, alone)
+    sizes = state_sizes(key_dim, value_dim, dv_local.dtype, (end - level.begin) * heads, alone)
     _adjoint_kernel[(end - level.begin, heads, triton.cdiv(value_dim, sizes.columns))](
         *tensors, below, starts, drows, dv_local,
         walk.chunks, walk.chains, walk.reader_ptr, walk.reader, walk.twig_ptr, walk.twigs,

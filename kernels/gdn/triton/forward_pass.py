@@ -166,7 +166,7 @@ def _launch(k, w, u, decay, ends, states, rows, new_v, walk: StatePass, chunk_si
     if tiles and walk.levels:
         k, w = (tile_rows(x, chunk_size, key_dim) for x in (k, w))
     for begin, _, end in walk.levels:
-        sizes = state_sizes(value_dim, u.dtype, (end - begin) * heads, alone)
+        sizes = state_sizes(key_dim, value_dim, u.dtype, (end - begin) * heads, alone)
         blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
         _state_kernel[(end - begin, heads, blocks)](
             k, w, u, decay, ends, states, rows, new_v, walk.chunks, walk.chains, begin, walk.slots,

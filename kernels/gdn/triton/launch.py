@@ -23,15 +23,18 @@ WIDE_STATE = Sizes(64, 4, 2)
 ALONE = 3
 # States (chains x heads) of a launch from which on two programs with wide cuts stand on each of 132 multiprocessors.
 WIDE_FROM = 132
+# Of larger keys the backward fills a multiprocessor with 2 stages and narrow cuts (217 of 227 KiB).
+LARGEST_KEYS = 128
 # float32 products are exact (no tf32), without matrix units: more columns spill.
 FLOAT32 = Sizes(16, 8, 1)
 
 
-def state_sizes(value_dim: int, dtype: torch.dtype, states: int, alone: bool) -> Sizes:
+def state_sizes(key_dim: int, value_dim: int, dtype: torch.dtype, states: int, alone: bool) -> Sizes:
     """Sizes of the state pass and its backward for a launch over so many states; ``alone`` if no other pass runs."""
-    chosen = WIDE_STATE if states >= WIDE_FROM else STATE
+    small = key_dim <= LARGEST_KEYS
+    chosen = WIDE_STATE if small and states >= WIDE_FROM else STATE
     chosen = FLOAT32 if dtype == torch.float32 else chosen
-    stages = ALONE if alone and chosen is STATE else chosen.stages
+    stages = ALONE if small and alone and chosen is STATE else chosen.stages
     return Sizes(min(chosen.columns, padded(value_dim)), chosen.warps, stages)
 
 
