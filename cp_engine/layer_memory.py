@@ -131,9 +131,8 @@ def backward_bytes(attention: bool, model: ModelSizes, setup: MemorySetup) -> in
 def recurrence_bytes(model: ModelSizes) -> int:
     """Bytes of a token that the Triton kernels' backward of convolution and recurrence holds beside what was kept.
 
-    First, in chunks of 64 tokens: q, k and v again; w and u; v' and its gradient; dq, dk (wide) and dw; the states and
-    their gradients; then dk and dv. At last the gradients of q, k and v, before and after the convolution, are beside
-    q, k, v, w, u and the gradient of v'.
+    In chunks of 64 tokens: q, k and v again; w and u; v' and its gradient; dq, dk (wide) and dw; the states and their
+    gradients; then dk and dv. The convolution comes when all of these but dq, dk and dv are gone, and holds less.
     """
     shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
     keys, heads = shape.gdn_key_heads * model.gdn_key_dim, shape.gdn_value_heads
@@ -141,7 +140,7 @@ def recurrence_bytes(model: ModelSizes) -> int:
     again = e * (channels + heads * model.gdn_key_dim + 2 * values)  # q, k, v, w, u and the gradient of v'
     states = 2 * e * values * model.gdn_key_dim // _CHUNK
     inside = e * values + (2 * e + a) * keys + e * heads * model.gdn_key_dim + states + e * values
-    return again + max(inside, 3 * e * channels)
+    return again + inside
 
 
 def workspace_bytes(model: ModelSizes, setup: MemorySetup) -> int:

@@ -98,6 +98,7 @@ class _Mixing:
         tables, backend, transport = self.tables, self.backend, self.transport
         *dqkv, dg, dbeta = gdn.input_gradients(inputs, stages, back, entry_states, dexit.wait, self.local)
         dexit.wait()
+        del inputs, stages, back, entry_states, dexit  # states above all: the convolution needs room for its rows
         part = conv.qkv_backward(x, fetched, weight, tuple(dqkv), tables.conv, self.heads.of_channels, backend)
         home = InFlight(lambda: send_rows_home(part.fetched, tables.history, transport), part.fetched)
         return conv.rows_backward(part, home.wait, x, weight, tables.conv, backend), part.weight, dg, dbeta

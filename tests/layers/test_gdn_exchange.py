@@ -3,12 +3,14 @@
 Shapes: n local rows, C hidden size.
 """
 
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gdn_ranks import layer_module
@@ -166,3 +168,22 @@ def test_a_layer_with_two_graphs_alive_keeps_them_apart():
     again = [torch.autograd.grad(out, rows)[0] for out in reversed(outs)][::-1]
     for expected, *found in zip(alone, together, again, strict=True):
         assert all(torch.equal(expected, each) for each in found)
+
+
+def test_the_convolution_goes_backward_without_what_the_recurrence_held(monkeypatch):
+    module, rows, pack = layer_and_rows()
+    exact, exact_convolution = gdn_mixer.gdn.input_gradients, gdn_mixer.conv.qkv_backward
+    held, left = [], []
+
+    def gradients(inputs, stages, back, *rest):
+        held.extend(weakref.ref(each) for each in tree_leaves((inputs, stages, back)))
+        return exact(inputs, stages, back, *rest)
+
+    def convolution(*arguments):
+        left.extend(each() for each in held if each() is not None)
+        return exact_convolution(*arguments)
+
+    monkeypatch.setattr(gdn_mixer.gdn, "input_gradients", gradients)
+    monkeypatch.setattr(gdn_mixer.conv, "qkv_backward", convolution)
+    module(rows, **pack).sum().backward()
+    assert len(held) > 5 and not left
