@@ -62,8 +62,8 @@ class Engine:
     Every rank constructs it with the same config and passes the same rollouts to `train_step`.
 
     Args:
-        causal_lm: the model to train, in the configured dtype; None loads ``config.model.path``. Engines that shard it
-            take the first rank's weights.
+        causal_lm: the model to train, in the configured dtype; None, on all ranks, loads ``config.model.path``. Engines
+            that shard it take the first rank's weights; on the other ranks it may be on the meta device.
         only_scores: freeze the model, for `logprobs` alone: ranks then hold its weights in the configured dtype and
             neither float32 masters nor gradients nor optimizer states.
 
@@ -82,9 +82,12 @@ class Engine:
         self.config = config
         self.ranks = ranks or join_ranks(config.parallel.timeout_s)
         # Ranks with another loss or learning rate would go on together and train something else, and those with another
-        # mesh would wait for groups that the others do not make.
-        settings = config.model_dump_json(exclude={"data", "metrics", "output_dir"}).encode()
-        require_equal_digests(hashlib.blake2b(settings, digest_size=16).hexdigest(), "configuration", self.ranks)
+        # mesh would wait for groups that the others do not make, as those without a model would for one to be sent.
+        settings = config.model_dump_json(exclude={"data", "metrics", "output_dir"})
+        given = repr((causal_lm is None, only_scores))
+        for value, what in ((settings, "configuration"), (given, "causal_lm (given or None) or only_scores")):
+            digest = hashlib.blake2b(value.encode(), digest_size=16).hexdigest()
+            require_equal_digests(digest, what, self.ranks)
         self.mesh = make_mesh(self.ranks, config.parallel.dp, config.parallel.cp, config.parallel.timeout_s)
         if config.memory.offload_activations and self.ranks.device.type != "cuda":
             raise ValueError(

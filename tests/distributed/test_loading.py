@@ -184,6 +184,8 @@ def refusals(path) -> list[str]:
     refused(run_config("tiny-qwen3", "float32", ranks.world), causal_lm=other)
     empty = blueprint_of(load_model("tiny-qwen3", torch.float32, VOCAB)).build()
     refused(run_config("tiny-qwen3", "float32", ranks.world), causal_lm=empty)
+    refused(run_config("tiny-qwen3", "float32", ranks.world), causal_lm=other if ranks.is_first else None)
+    refused(run_config("tiny-qwen3", "float32", ranks.world), only_scores=ranks.is_first)
     return told
 
 
@@ -204,6 +206,8 @@ def test_all_ranks_are_told_what_the_first_one_found(tmp_path):
     assert first[2].startswith("ranks [1] have another model than rank 0")
     assert first[3].startswith("causal_lm.model.embed_tokens.weight, causal_lm.model.layers.0.")
     assert " of the first rank's model are on the meta device" in first[3]
+    for message in first[4:]:
+        assert message.startswith("ranks [1] have another causal_lm (given or None) or only_scores than rank 0")
 
 
 def damaged(path) -> tuple[str, str]:
