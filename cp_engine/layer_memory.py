@@ -132,14 +132,15 @@ def recurrence_bytes(model: ModelSizes) -> int:
     """Bytes of a token that the Triton kernels' backward of convolution and recurrence holds beside what was kept.
 
     In chunks of 64 tokens: q, k and v again; w and u; v' and its gradient; dq, dk (wide) and dw; the states and their
-    gradients; then dk and dv. The convolution comes when all of these but dq, dk and dv are gone, and holds less.
+    gradients, and when these are gone dk and dv. The convolution comes when all but dq, dk and dv are gone, and holds
+    less.
     """
     shape, e, a = model.shape, model.shape.element_bytes, accumulation(model.shape)
     keys, heads = shape.gdn_key_heads * model.gdn_key_dim, shape.gdn_value_heads
     values, channels = heads * model.gdn_value_dim, 2 * keys + heads * model.gdn_value_dim
     again = e * (channels + heads * model.gdn_key_dim + 2 * values)  # q, k, v, w, u and the gradient of v'
     states = 2 * e * values * model.gdn_key_dim // _CHUNK
-    inside = e * values + (2 * e + a) * keys + e * heads * model.gdn_key_dim + states + e * values
+    inside = e * values + (e + a) * keys + e * heads * model.gdn_key_dim + max(states, e * (keys + values))
     return again + inside
 
 

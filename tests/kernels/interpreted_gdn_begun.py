@@ -3,6 +3,8 @@ computed once. `test_gdn_triton.py` runs this file."""
 
 from tests.kernels.interpreted import single_configurations  # isort: skip  # before anything that imports Triton
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import triton as gdn
-from cp_engine.kernels.gdn.triton import backward_pass, packing
+from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, packing
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import layout_from_cuts
 from tests.gdn_oracle import forest_of_segments, random_forest
@@ -108,6 +110,39 @@ def test_without_its_first_half_the_pass_is_whole():
     back = gdn.backward_stages(x, stages, mine.dout, tables)
     found = gdn.input_gradients(x, stages, mine.dout, back, None, mine.entry_states, lambda: mine.dexit, tables)
     assert all(torch.equal(one, other) for one, other in zip(found, mine.run(tables)[-5:], strict=True))
+
+
+@pytest.mark.parametrize("kept", [0, 4096])
+def test_states_of_a_wave_go_before_the_next_ones_are_made(kept, monkeypatch):
+    monkeypatch.setattr(gdn, "KEPT_ROWS", kept)
+    monkeypatch.setattr(CHAIN_TABLES, "WAVE", 1)
+    forest = forest_of_segments([(-1, 30), (0, 80), (0, 70), (0, 66)])
+    layout = layout_from_cuts(np.array([0, 30, forest.tokens]), np.array([0, 1]), 2)
+    mine = case(gdn_plan(forest, layout, 1, "affine", 4), 1, (1, 1, 16, 16))
+    tables = mine.tables()
+    assert len(tables.waves) == 3
+    made, slots, held, exact_states, exact_gradients = [], [], [], forward_pass.States.empty, dqkwg.dqkwg
+
+    def count() -> None:
+        gc.collect()  # the interpreter's own objects hold on to the arguments of its last kernel
+        held.append(sum(rows() is not None for rows in made))
+
+    def states(*arguments):
+        count()
+        assert not any(each() is not None for each in slots)
+        new = exact_states(*arguments)
+        made.append(weakref.ref(new.rows))
+        slots.append(weakref.ref(new.slots))
+        return new
+
+    def gradients(*arguments):
+        count()
+        return exact_gradients(*arguments)
+
+    monkeypatch.setattr(forward_pass.States, "empty", states)
+    monkeypatch.setattr(dqkwg, "dqkwg", gradients)
+    mine.run(tables)
+    assert held == ([0] * 3 + [0, 1, 2] + [3, 2, 1] if kept else [0] * 3 + [0, 1] * 3)
 
 
 def lost_share_of_an_entry(tables):

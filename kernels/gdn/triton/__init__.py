@@ -156,6 +156,7 @@ def outputs(
             alone=True,
         )  # fmt: skip
         run_output(q, k, new_v, stages.decay, tables.ancestors, states.rows, out, wave, tables.chunk_size)
+        del states  # before those of the next wave are made
     return _whole(out, tables)
 
 
@@ -175,7 +176,8 @@ class Begun:
     """What both passes over states have computed before gradients cross ranks, of the waves below entries."""
 
     new_v: torch.Tensor  # [n, H, V] v'
-    waves: tuple[tuple[torch.Tensor, HalfAdjoint] | None, ...]  # rows of states [R, H, K, V], and the reverse pass
+    # Rows of states [R, H, K, V], and the reverse pass; `input_gradients` takes them out.
+    waves: list[tuple[torch.Tensor, HalfAdjoint] | None]
 
 
 def entry_cotangents(
@@ -218,7 +220,8 @@ def entry_cotangents(
         half = gradients(keep=True)
         beside.join()
         begun.append((states.rows, half))
-    return dentry, Begun(new_v, tuple(begun))
+        del states, pass_again  # slots, before those of the next wave are made
+    return dentry, Begun(new_v, begun)
 
 
 def input_gradients(
@@ -250,9 +253,13 @@ def input_gradients(
     q, k, v, _, beta = (_inside(x, tables) for x in inputs)
     dout, size = _inside(dout, tables), tables.chunk_size
     decay, ends, w, u = stages.decay, stages.ends, stages.w, stages.u
-    begun = Begun(torch.empty_like(u), (None,) * len(tables.waves)) if begun is None else begun
+    begun = Begun(torch.empty_like(u), [None] * len(tables.waves)) if begun is None else begun
     new_v, grads = begun.new_v, Gradients.empty(k, v.shape[1])
-    for wave, done in sorted(zip(tables.waves, begun.waves, strict=True), key=lambda pair: pair[0].exits):
+
+    def of_wave(number: int) -> None:
+        """A function of its own: its states go before those of the next wave are made."""
+        wave, done = tables.waves[number], begun.waves[number]
+        begun.waves[number] = None
         gradients = partial(run_adjoint, q, k, w, dout, decay, ends, dv_local)
         if done is None:
             states = States.empty(k, u, wave)
@@ -265,6 +272,9 @@ def input_gradients(
             rows, half = done
             dstates = gradients(dexit(), wave, size, half) if wave.exits else half.rows
         dqkwg(q, k, new_v, decay, tables.ancestors, rows, dout, dstates, dv_local, wave, size, grads)
+
+    for number in sorted(range(len(tables.waves)), key=lambda number: tables.waves[number].exits):
+        of_wave(number)
     dk, dv, dbeta, dg = solve_backward(
         k, v, decay, beta, stages.inverse, tables.ancestors, w, u, grads.dw, dv_local, grads.dk,
         grads.dtotal, tables.chunk_rows, size,
