@@ -48,14 +48,13 @@ class InFlight:
         def keep_result() -> None:
             self._result = work()
 
-        side = side_stream(device)
-        self._wait = side.submit(keep_result)
-        # What the side stream still reads must not be handed to someone else.
-        for x in inputs:
-            x.record_stream(side.stream)
+        self._wait = side_stream(device).submit(keep_result)
+        # What the side stream still reads must not be handed to someone else before the caller's stream has waited.
+        # `record_stream` would keep it until the host sees that the device came here, which may be layers behind.
+        self._inputs = inputs
 
     def wait(self):
-        """The result, for the caller's stream."""
+        """The result, for the caller's stream, on which ``inputs`` were made. It must be called."""
         if self._wait is not None:
             results = self._result if isinstance(self._result, tuple) else (self._result,)
             device = results[0].device
@@ -63,5 +62,5 @@ class InFlight:
                 self._wait()
             for x in results:
                 x.record_stream(torch.cuda.current_stream(device))
-            self._wait = None
+            self._wait, self._inputs = None, ()
         return self._result

@@ -20,7 +20,7 @@ from cp_engine.layers.gdn import tree_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.pack import PACK_KEYWORD
 from cp_engine.sharding.attention_plan import attention_plan
-from cp_engine.sharding.exchange import peer
+from cp_engine.sharding.exchange import in_flight, peer
 from cp_engine.sharding.exchange.in_flight import InFlight
 from cp_engine.sharding.exchange.kept import Keeping, contexts
 from cp_engine.sharding.gdn_plan import gdn_plan
@@ -187,3 +187,32 @@ def test_the_convolution_goes_backward_without_what_the_recurrence_held(monkeypa
     monkeypatch.setattr(gdn_mixer.conv, "qkv_backward", convolution)
     module(rows, **pack).sum().backward()
     assert len(held) > 5 and not left
+
+
+class OnGpu:
+    """As much of a tensor on a GPU as `InFlight` looks at."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_what_a_side_stream_reads_is_held_until_the_caller_has_waited(monkeypatch):
+    waited, result, x = [], OnGpu(), OnGpu()
+    held = weakref.ref(x)
+
+    def submit(work):
+        work()
+        return lambda: waited.append(held() is not None)
+
+    monkeypatch.setattr(in_flight, "side_stream", lambda _: SimpleNamespace(submit=submit, stream="side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "compute")
+    flight = InFlight(lambda: result, x)
+    assert not x.streams
+    del x
+    assert flight.wait() is result and waited == [True] and result.streams == ["compute"]
+    assert held() is None
