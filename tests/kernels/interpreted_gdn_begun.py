@@ -112,6 +112,20 @@ def test_without_its_first_half_the_pass_is_whole():
     assert all(torch.equal(one, other) for one, other in zip(found, mine.run(tables)[-5:], strict=True))
 
 
+def test_a_wave_without_room_leaves_it_to_smaller_ones(monkeypatch):
+    monkeypatch.setattr(gdn, "KEPT_ROWS", 8)
+    monkeypatch.setattr(CHAIN_TABLES, "WAVE", 1)
+    forest = forest_of_segments([(-1, 30), (0, 400), (0, 70), (0, 66)])
+    layout = layout_from_cuts(np.array([0, 30, forest.tokens]), np.array([0, 1]), 2)
+    mine = case(gdn_plan(forest, layout, 1, "affine", 4), 1, (1, 1, 16, 16))
+    x, tables = mine.inputs, mine.tables()
+    stages = gdn.chunk_stages(x, tables)
+    back = gdn.backward_stages(x, stages, mine.dout, tables)
+    _, begun = gdn.entry_cotangents(x, stages, mine.dout, back, mine.entry_states, tables)
+    assert [wave.rows for wave in tables.waves] == [7, 2, 2]
+    assert [wave is not None for wave in begun.waves] == [False, True, True]
+
+
 @pytest.mark.parametrize("kept", [0, 4096])
 def test_states_of_a_wave_go_before_the_next_ones_are_made(kept, monkeypatch):
     monkeypatch.setattr(gdn, "KEPT_ROWS", kept)

@@ -208,12 +208,13 @@ def entry_cotangents(
             begun.append(None)
             continue
         # Of states and of their gradients; gradients that chains start from are float32.
-        room -= 2 * wave.rows + 2 * len(wave.chains) * wave.exits
+        needed = 2 * wave.rows + 2 * len(wave.chains) * wave.exits
         gradients = partial(begin_adjoint, q, k, w, dout, decay, ends, dv_local, dentry, wave, size)
-        if room < 0:
+        if needed > room:
             gradients(keep=False)
             begun.append(None)
             continue
+        room -= needed
         states = States.empty(k, u, wave)
         pass_again = partial(run_states, k, w, u, decay, ends, entry_states, new_v, states, wave, size, alone=False)
         beside = Beside(pass_again, k.device)
