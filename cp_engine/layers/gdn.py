@@ -7,7 +7,6 @@ W taps, C = 2 Hk K + HV V channels in the order [q | k | v].
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -20,7 +19,7 @@ from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.exchange.transport import transport_for
 
 
-def tree_gated_delta_rule(
+def start_gated_delta_rule(
     mixed_qkv: torch.Tensor,
     conv_weight: torch.Tensor,
     g: torch.Tensor,
@@ -29,12 +28,14 @@ def tree_gated_delta_rule(
     group,
     heads: GdnHeads,
     backend: str = "auto",
-) -> torch.Tensor:
-    """Convolution, SiLU, L2 norm of q and k, and the gated delta rule along root paths, across the ranks of ``group``.
+) -> Callable[[], torch.Tensor]:
+    """Convolution, SiLU, L2 norm of q and k, and the gated delta rule along root paths, across the ranks of ``group``:
+    all that comes before states cross ranks, and the rest in the function that it returns.
 
-    `start_gated_delta_rule` and its `StartedRule.outputs` at once. Every rank of the group must call it, and call
-    backward, also one that has only a padding row (whose output and gradients are zero). Parameter gradients are this
-    rank's share: they sum over the group.
+    What the caller computes before calling that function runs while states move. So does its backward while their
+    gradients move: autograd runs it between those of the two halves, since it goes by the order of the forward. Every
+    rank of the group must call both, and backward, also one that has only a padding row (whose output and gradients
+    are zero). Parameter gradients are this rank's share: they sum over the group.
 
     Args:
         mixed_qkv: [n, C] projections before the convolution.
@@ -46,48 +47,20 @@ def tree_gated_delta_rule(
             for 16-bit rows on a GPU.
 
     Returns:
-        [n, HV, V] in the dtype of ``mixed_qkv``. States and summaries are in the accumulation dtype.
+        A function, to be called once, that gives the outputs [n, HV, V] in the dtype of ``mixed_qkv``. States and
+        summaries are in the accumulation dtype.
 
     Raises:
         ValueError: for shapes that do not fit the heads or the plan, for a backend that cannot run, for a transport
             that cannot, and for head counts that cannot be spread over the ranks; the latter on every rank, before
             anything is sent.
     """
-    return start_gated_delta_rule(mixed_qkv, conv_weight, g, beta, tables, group, heads, backend).outputs()
-
-
-@dataclass(frozen=True, eq=False)
-class StartedRule:
-    """A gated delta rule whose states are on their way between ranks."""
-
-    _finish: Callable[[], torch.Tensor]
-
-    def outputs(self) -> torch.Tensor:
-        """[n, HV, V]; to be called once."""
-        return self._finish()
-
-
-def start_gated_delta_rule(
-    mixed_qkv: torch.Tensor,
-    conv_weight: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    tables: GdnTables,
-    group,
-    heads: GdnHeads,
-    backend: str = "auto",
-) -> StartedRule:
-    """The half of `tree_gated_delta_rule` before states cross ranks; arguments and errors are its own.
-
-    What the caller computes before `StartedRule.outputs` runs while states move. So does its backward while their
-    gradients move: autograd runs it between those of the two halves, since it goes by the order of the forward.
-    """
     _check_shapes(mixed_qkv, conv_weight, g, beta, tables, heads)
     k, v = (mixed_qkv.new_empty(0, 1, size) for size in (heads.key_dim, heads.value_dim))
     backend = gdn.choose(backend, k, v)
     if tables.order is None:
         transport = None if group is None else transport_for(group, mixed_qkv.device, tables.transport)
-        return StartedRule(start_mixing(mixed_qkv, conv_weight, g, beta, tables, transport, heads, backend))
+        return start_mixing(mixed_qkv, conv_weight, g, beta, tables, transport, heads, backend)
     order = tables.order
     share, columns, gate_columns = _head_shares(heads, order.world, mixed_qkv.device)
     acc = accumulation_dtype(mixed_qkv.dtype)
@@ -101,7 +74,7 @@ def start_gated_delta_rule(
         rows = heads_to_rows(finish().flatten(1), order, group)
         return rows.reshape(order.rows, heads.value_heads, heads.value_dim)
 
-    return StartedRule(to_rows)
+    return to_rows
 
 
 def _check_shapes(mixed_qkv, conv_weight, g, beta, tables: GdnTables, heads: GdnHeads) -> None:

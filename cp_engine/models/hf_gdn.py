@@ -89,7 +89,7 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
     mixed_qkv, b, a, output_gate = projections(self, hidden_states)
     # The only parameters that are read, not called: the convolution's weight, A_log and dt_bias.
     g, beta = gates.input_gates(a, b, self.A_log, self.dt_bias)
-    started = start_gated_delta_rule(
+    outputs = start_gated_delta_rule(
         mixed_qkv,
         self.conv1d.weight.squeeze(1),
         g,
@@ -99,7 +99,7 @@ def _tree_forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         GdnHeads(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim),
     )
     z = output_gate()  # while states move between ranks, and so its gradients while theirs do
-    out = self.norm(started.outputs().reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+    out = self.norm(outputs().reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     return self.out_proj(out.reshape(1, hidden_states.shape[1], -1))
 
 

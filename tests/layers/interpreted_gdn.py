@@ -11,7 +11,7 @@ from cp_engine.kernels.conv import Channels, conv_tables, qkv, qkv_backward, row
 from cp_engine.kernels.conv import triton as conv_triton
 from cp_engine.kernels.gdn.triton import solve_backward
 from cp_engine.layer_memory import recurrence_bytes
-from cp_engine.layers.gdn import tree_gated_delta_rule
+from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.model_sizes import ModelSizes
 from cp_engine.sharding.cost import ModelShape
@@ -43,7 +43,7 @@ def run_rank(exchange: str):
     leaves = [case.mixed[rows], case.weight, case.g[rows], case.beta[rows]]
     leaves = [x.float().requires_grad_() for x in leaves]
     with poisoned_memory():
-        o = tree_gated_delta_rule(*leaves, tables, group, HEADS, "triton")
+        o = start_gated_delta_rule(*leaves, tables, group, HEADS, "triton")()
         o.backward(case.dout[rows].float())
     return [x.detach().numpy() for x in (tokens, o, *(leaf.grad for leaf in leaves))]
 
@@ -141,7 +141,7 @@ def test_backward_holds_what_the_memory_model_counts(heads, monkeypatch):
     dout = case.dout.float()
     tables.make_for_triton()
     with LiveBytes([*leaves, dout]) as live:
-        o = tree_gated_delta_rule(*leaves, tables, None, heads, "triton")
+        o = start_gated_delta_rule(*leaves, tables, None, heads, "triton")()
         gc.collect()
         kept, live.peak = live.now, 0
         o.backward(dout)

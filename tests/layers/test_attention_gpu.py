@@ -87,7 +87,9 @@ def test_two_gpus_repeat_bit_by_bit(gpu_findings):
 @pytest.mark.multi_gpu
 def test_many_layers_in_flight_do_not_overwrite_each_other(gpu_findings):
     for _, chains in gpu_findings:
-        for run, other in paired(chains):
+        pairs = paired(chains)
+        assert pairs
+        for run, other in pairs:
             digests = chains[run]
             assert digests == chains[other] and digests[: len(digests) // 2] == digests[len(digests) // 2 :], run
 

@@ -7,7 +7,7 @@ import torch
 
 from cp_engine.kernels.gdn import state_pass
 from cp_engine.layers import gdn_mixer
-from cp_engine.layers.gdn import tree_gated_delta_rule
+from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.sharding.exchange import states as state_exchange
 from cp_engine.sharding.forest import Forest
@@ -77,7 +77,7 @@ def run_rank(cases, poison=False, edit=None):
         leaves = [local(case.mixed), case.weight.to(dtype), local(case.g), local(case.beta)]
         leaves = [x.clone().requires_grad_() for x in leaves]
         with poisoned() if poison else mock.MagicMock():
-            o = tree_gated_delta_rule(*leaves, tables, group, heads)
+            o = start_gated_delta_rule(*leaves, tables, group, heads)()
             o.backward(local(case.dout))
         assert len(tokens) or exchange == "ulysses" or not leaves[1].grad.any(), "padding row"
         results.append([x.detach().numpy() for x in (tokens, o, *(leaf.grad for leaf in leaves))])
@@ -253,7 +253,7 @@ def ulysses_refusal(heads):
     tables = gdn_tables(gdn_plan(forest, layout, rank, "ulysses", 4), rank)
     case = layer_case(tables.rows, 0, heads)
     with pytest.raises(ValueError) as caught:
-        tree_gated_delta_rule(case.mixed, case.weight, case.g, case.beta, tables, torch.distributed.group.WORLD, heads)
+        start_gated_delta_rule(case.mixed, case.weight, case.g, case.beta, tables, torch.distributed.group.WORLD, heads)
     return str(caught.value)
 
 
@@ -269,7 +269,7 @@ def test_shapes_are_checked():
     tables = gdn_tables(gdn_plan(forest, contiguous_layout(forest, 1), 0, "affine", 4), 0)
     case = layer_case(forest.tokens, 0, HEADS, width=3)
     with pytest.raises(ValueError, match=r"conv_weight must have shape \[88, 4\] .* got \[88, 3\]: .*conv_width"):
-        tree_gated_delta_rule(case.mixed, case.weight, case.g, case.beta, tables, None, HEADS)
+        start_gated_delta_rule(case.mixed, case.weight, case.g, case.beta, tables, None, HEADS)
     with pytest.raises(ValueError, match="multiple of key heads, got 3 value heads and 2 key heads"):
         GdnHeads(2, 3, 4, 4)
 
@@ -289,7 +289,7 @@ def test_bfloat16_states_are_float32():
         return states, values
 
     with mock.patch("cp_engine.kernels.gdn.reference.run_states", record):
-        o = tree_gated_delta_rule(mixed, weight, g, beta, tables, None, HEADS)
+        o = start_gated_delta_rule(mixed, weight, g, beta, tables, None, HEADS)()
         o.backward(case.dout.bfloat16())
     assert set(seen) == {torch.float32} and o.dtype == torch.bfloat16
     assert mixed.grad.dtype == torch.bfloat16 and g.grad.dtype == torch.float32
@@ -306,6 +306,6 @@ def test_empty_forest():
         tables = gdn_tables(gdn_plan(forest, contiguous_layout(forest, 1), 0, exchange, 4), 0)
         case = layer_case(1, 0, HEADS)
         leaves = [x.requires_grad_() for x in (case.mixed, case.weight, case.g, case.beta)]
-        o = tree_gated_delta_rule(*leaves, tables, None, HEADS)
+        o = start_gated_delta_rule(*leaves, tables, None, HEADS)()
         o.backward(case.dout)
         assert not o.any() and not any(leaf.grad.any() for leaf in leaves)

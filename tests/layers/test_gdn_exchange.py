@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gdn_ranks import layer_module
 from cp_engine.layers import gdn_mixer
 from cp_engine.layers.attention import attention_tables, tree_attention
-from cp_engine.layers.gdn import tree_gated_delta_rule
+from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.pack import PACK_KEYWORD
 from cp_engine.sharding.attention_plan import attention_plan
@@ -58,7 +58,7 @@ def rank_results(cases, kind=PoisoningTransport, delay_s: float = 0.0, barriers:
             for _ in range(layers):
                 leaves = [local(case.mixed), case.weight, local(case.g), local(case.beta)]
                 leaves = [x.clone().requires_grad_() for x in leaves]
-                outs.append(tree_gated_delta_rule(*leaves, tables, group, HEADS))
+                outs.append(start_gated_delta_rule(*leaves, tables, group, HEADS)())
                 rows = outs[-1].detach()[:, :2].contiguous().requires_grad_()
                 outs.append(tree_attention(rows, rows, rows, attention, group, 1.0))
             douts = [local(case.dout) if index % 2 == 0 else out for index, out in enumerate(outs)]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from cp_engine.layers.gdn import tree_gated_delta_rule
+from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.forest import Forest
@@ -54,7 +54,7 @@ def run(case, tables, dtype, backend: str, group=None, rows=slice(None), weight_
     weight = case.weight.to(weight_dtype or dtype)
     leaves = [case.mixed[rows].to(dtype), weight, case.g[rows].to(gates), case.beta[rows].to(gates)]
     leaves = [x.clone().requires_grad_() for x in leaves]
-    o = tree_gated_delta_rule(*leaves, tables, group, HEADS, backend)
+    o = start_gated_delta_rule(*leaves, tables, group, HEADS, backend)()
     o.backward(case.dout[rows].to(dtype))
     names = ("o", "dmixed", "dweight", "dg", "dbeta")
     return dict(zip(names, (o.detach(), *(x.grad for x in leaves)), strict=True))
