@@ -23,6 +23,7 @@ CASE = (
     "bench",
     "workload",
     "model",
+    "weights",
     "seed",
     "method",
     "exchange",
@@ -35,6 +36,11 @@ CASE = (
     "more",
     "engine",
 )  # what a record is about
+# Methods that nothing measures any more. Their records stay in the file; the page names them without figures.
+GONE = {
+    "attention": ("fa4",),
+    "gdn-sweep": tuple(f"dqkwg, 64 columns, 8 warps, 2 stages, tiles, {n} chunks a program" for n in (4, 8, 16)),
+}
 RIVALS = ("contiguous", "zigzag", "snake", "chord")
 
 HEAD = """# Benchmarks
@@ -64,10 +70,10 @@ budget, were no ancestor replayed. Median of repeats on one core.
 
 ATTENTION = """Forward and backward of one layer's attention in bf16, medians in ms. TFLOP/s count visible pairs only,
 of one GPU. vs flat: how many times faster than the fastest method that computes every rollout on its own; the pair
-ratio is what sharing saves in pairs. vs rival: time over that of the fastest method that is not ours. Neither is shown
-where outputs differ from the float32 reference. Error: largest relative one of out, dq, dk, dv, and of any segment's
-rows of out and dv. Predicted: by the planner's cost model. `cudnn_fa4`: forward by cuDNN, backward by FlashAttention-4
-on rectangles; `fa4`: such a forward too, which is no longer offered.
+ratio is what sharing saves in pairs. vs rival: time over that of the fastest method that is not ours. Both compare
+with the methods of the row's own run, and neither is shown where outputs differ from the float32 reference. Error:
+largest relative one of out, dq, dk, dv, and of any segment's rows of out and dv. Predicted: by the planner's cost
+model. `cudnn_fa4`: forward by cuDNN, backward by FlashAttention-4 on rectangles.
 """
 
 SEVERAL = """Times of the slowest rank. Exposed: over the time of the same calls with all rows present. Moved:
@@ -94,7 +100,8 @@ waiting, state passes, and what is computed from states.
 
 GDN_SWEEP = """Launch options of one family of our kernels, others as they are; all: the fastest right ones together.
 Straight: one sequence as long as the first workload. Apart: largest relative root mean square of the difference of a
-result from that of the options in use. fla's kernels are not tuned in these runs.
+result from that of the options in use. In use: at the commit of the row's run, named below; what was decided from it
+is in the log. fla's kernels are not tuned in these runs.
 """
 
 LM_HEAD = """Log-probs and entropies of edges from hidden states in bf16, medians in ms: `triton` (also with other sizes
@@ -312,9 +319,13 @@ def page(records: list[dict]) -> str:
         benches.setdefault(r["bench"], []).append(r)
     text = HEAD
     for bench, of_bench in benches.items():
-        if of_bench:
+        gone = dict.fromkeys(r["method"] for r in of_bench if r.get("method") in GONE.get(bench, ()))
+        shown = [r for r in of_bench if r.get("method") not in gone]
+        if shown:
             section = SECTIONS.get(bench) or Section(bench.capitalize(), "", every_column)
-            text += f"\n## {section.title}\n\n{section.text}\n{section.body(of_bench)}\nMeasured:\n\n{stamps(of_bench)}"
+            text += f"\n## {section.title}\n\n{section.text}\n{section.body(shown)}\n"
+            text += f"Measured before, no longer offered: {'; '.join(gone)}.\n\n" if gone else ""
+            text += f"Measured:\n\n{stamps(shown)}"
     return text
 
 

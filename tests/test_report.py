@@ -1,6 +1,10 @@
 """The page of benchmarks: one section a bench, the last record of a case, every case that has to be explained."""
 
-from benchmarks.report import RIVALS, page
+import json
+
+from benchmarks.attention_rivals import METHODS
+from benchmarks.record import RESULTS
+from benchmarks.report import GONE, RIVALS, page
 
 STAMPED = {
     "commit": "abc",
@@ -17,6 +21,24 @@ def test_a_bench_without_a_writer_gets_all_its_columns():
     assert "## Newest" in text and "| workload | method | fwd_ms | gpus |" in text
     assert "| game24 | ours | 2 | 2 |" in text and "| game24 | other | 1.235 | 2 |" in text  # repeated: the last counts
     assert text.count("commit abc, a card, python 3: `python -m x`") == 1
+
+
+def test_methods_that_are_gone_are_named_without_figures():
+    one = {"bench": "gdn-sweep", "workload": "game24", "method": "in use", "ms": 1.5} | STAMPED
+    gone = one | {"method": GONE["gdn-sweep"][0], "ms": 9.5, "command": "python -m old"}
+    text = page([one, gone])
+    assert "| game24 | in use | 1.5 |" in text and "9.5" not in text and "python -m old" not in text
+    assert f"Measured before, no longer offered: {GONE['gdn-sweep'][0]}.\n" in text
+    assert "no longer offered" not in page([one])
+    records = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    measured = {r["method"] for r in records if r["bench"] == "attention"}
+    assert measured - set(METHODS) == set(GONE["attention"]), "what is shown can be run"
+
+
+def test_the_same_step_with_other_weights_is_another_case():
+    one = {"bench": "newest", "workload": "toy", "weights": "LoRA 16", "ms": 1.0} | STAMPED
+    text = page([one, one | {"weights": "full", "ms": 2.0}])
+    assert "| toy | LoRA 16 | 1 |" in text and "| toy | full | 2 |" in text
 
 
 def test_layouts_over_a_bar_are_listed_below_their_table():
