@@ -17,6 +17,7 @@ from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.kernels.gdn.triton import backward_pass, forward_pass
 from tests.gdn_oracle import random_forest
 from tests.kernels.gdn_cases import Case, case, rank_plans, whole_plan
+from tests.kernels.gdn_faults import without_entry_of_last_chain, without_last_chain_sum
 from tests.kernels.gdn_flat import share_of_bounds
 
 CHAIN_TABLES = importlib.import_module("cp_engine.kernels.gdn.triton.chain_tables")
@@ -78,21 +79,7 @@ def test_rounding_alone_is_within_the_bounds(rank):
     assert 0.3 <= max(used.values()) <= 1, used
 
 
-def from_zero(tables):
-    (wave,) = tables.waves
-    starts = wave.chains.clone()
-    starts[-1, 2] = 0
-    return replace(tables, waves=(replace(wave, chains=starts),))
-
-
-def without_last_reader(tables):
-    (wave,) = tables.waves
-    ends = wave.reader_ptr.clone()
-    ends[-1] -= 1
-    return replace(tables, waves=(replace(wave, reader_ptr=ends),))
-
-
-@pytest.mark.parametrize("fault", [from_zero, without_last_reader])
+@pytest.mark.parametrize("fault", [without_entry_of_last_chain, without_last_chain_sum])
 def test_one_wrong_chain_is_beyond_the_bounds(fault, monkeypatch):
     monkeypatch.setattr(CHAIN_TABLES, "MOST_TWIGS", 0)
     assert max(share(bf16_case(0), fault).values()) > 3

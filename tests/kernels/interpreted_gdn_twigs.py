@@ -9,6 +9,7 @@ import pytest
 from cp_engine.kernels.gdn.triton import packing
 from tests.gdn_oracle import forest_of_segments, random_forest
 from tests.kernels.gdn_cases import case, rank_plans, whole_plan
+from tests.kernels.gdn_faults import changed, without_last_twig_sum
 from tests.kernels.interpreted_gdn import BOUND, CHAIN_TABLES, errors
 
 # Below the trunk, whose heavy path goes on in segment 1: two twigs and a chain of two chunks. Below segment 1, which
@@ -100,17 +101,6 @@ def test_nothing_but_twigs():
     assert max(found.values()) <= BOUND, found
 
 
-def changed(tables, **fields):
-    (wave,) = tables.waves
-    return replace(tables, waves=(replace(wave, **fields),))
-
-
-def forgotten_twig(tables):
-    ends = tables.waves[0].twig_ptr.clone()
-    ends[-1] -= 1
-    return changed(tables, twig_ptr=ends)
-
-
 def twig_of_another(tables):
     """Twigs read the first row."""
     chunks = tables.waves[0].chunks.clone()
@@ -119,7 +109,8 @@ def twig_of_another(tables):
 
 
 @pytest.mark.parametrize(
-    ("fault", "shows"), [(forgotten_twig, {"dk", "dv", "dg", "dbeta"}), (twig_of_another, {"o", "dq", "dk", "dg"})]
+    ("fault", "shows"),
+    [(without_last_twig_sum, {"dk", "dv", "dg", "dbeta"}), (twig_of_another, {"o", "dq", "dk", "dg"})],
 )
 def test_planted_faults_show(fault, shows):
     mine = twig_case()

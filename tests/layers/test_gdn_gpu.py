@@ -5,6 +5,7 @@ Shapes: T tokens, HV value heads, V head size, C channels.
 
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from cp_engine.kernels.gdn.triton import ChainTables
 from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.sharding.exchange.rows import accumulation_dtype
@@ -21,6 +23,7 @@ from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import contiguous_layout, layout_from_cuts
 from tests.gdn_oracle import forest_of_segments, layer_case
+from tests.kernels import gdn_faults
 from tests.kernels.gdn_flat import WORST, share_of_segments
 from tests.ranks import free_port, run_ranks
 
@@ -171,40 +174,26 @@ def test_no_host_synchronisation_and_equal_bits(on_gpu):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def without_entry_of_children(tables):
-    """Chains start from zero instead of their branch point."""
-    (wave,) = tables.waves
-    starts = wave.chains.clone()
-    starts[:, 2] = 0
-    return replace(tables, waves=(replace(wave, chains=starts),))
+FAULTS = (
+    gdn_faults.without_entry_of_children,
+    gdn_faults.with_branch_points_swapped,
+    gdn_faults.without_last_chain_sum,
+    gdn_faults.without_last_twig_sum,
+)
 
 
-def with_branch_points_swapped(tables):
-    """Two branch points' children start from each other's state."""
-    (wave,) = tables.waves
-    starts = wave.chains.clone()
-    first, second = starts[:, 2].unique()[-2:]
-    slot = starts[:, 2].clone()
-    starts[:, 2] = torch.where(slot == first, second, torch.where(slot == second, first, slot))
-    return replace(tables, waves=(replace(wave, chains=starts),))
-
-
-def without_last_branch_sum(tables):
-    (wave,) = tables.waves
-    ends = wave.reader_ptr.clone()
-    ends[-1] -= 1
-    return replace(tables, waves=(replace(wave, reader_ptr=ends),))
-
-
-FAULTS = (without_entry_of_children, with_branch_points_swapped, without_last_branch_sum)
+def faulty_tables(fault: Callable[[ChainTables], ChainTables], device: str):
+    tables = whole_tables(device)
+    vars(tables)["chains"] = fault(tables.chains)
+    return tables
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_planted_faults_are_seen(on_gpu, fault):
+    """On a GPU; `interpreted_gdn_bounds.py` sees the same ones on a CPU."""
     case, truth, alone = on_gpu
-    tables = whole_tables("cuda")
-    vars(tables)["chains"] = fault(tables.chains)
+    tables = faulty_tables(fault, "cuda")
     got = run(case, tables, torch.bfloat16, "triton")
     assert max(share_of_bounds(case, got, truth, alone).values()) > 2
 
