@@ -2,8 +2,6 @@
 
 from tests.kernels.interpreted import single_configurations  # isort: skip  # before anything that imports Triton
 
-from dataclasses import replace
-
 import pytest
 
 from cp_engine.kernels.gdn.triton import packing
