@@ -4,7 +4,7 @@ import tests.kernels.interpreted  # isort: skip  # noqa: F401  # before anything
 
 import pytest
 
-from cp_engine.kernels.gdn.triton import dqkwg, forward_pass, packing
+from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, packing
 from tests.gdn_oracle import forest_of_segments, random_forest
 from tests.kernels.gdn_cases import NAMES, case, rank_plans, whole_plan
 from tests.kernels.interpreted_gdn import (
@@ -31,7 +31,7 @@ def several_blocks(monkeypatch):
 
 @pytest.fixture
 def without_tiles(monkeypatch):
-    for module in (dqkwg, forward_pass):
+    for module in (backward_pass, dqkwg, forward_pass):
         monkeypatch.setattr(module, "tiles_fit", lambda *_: False)
 
 
@@ -73,3 +73,28 @@ def test_tiles_are_taken_wherever_they_fit(heads, monkeypatch):
     monkeypatch.setattr(dqkwg, "dqkwg_tiles_kernel" if fits else "_dqkwg_kernel", refusing)
     with pytest.raises(AssertionError, match="taken"):
         errors(case(whole_plan(forest_of_segments([(-1, 3)])), 0, heads))
+
+
+class Recorded:
+    """A kernel that notes whether it was given tiles."""
+
+    def __init__(self, kernel):
+        self.kernel, self.tiles = kernel, set()
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.tiles.add(options["TILES"])
+            return self.kernel[grid](*arguments, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize(("keys", "fits"), [(16, True), (20, False), (256, False)])
+def test_both_state_passes_take_tiles_of_the_same_keys(keys, fits, monkeypatch):
+    passes = [(forward_pass, "_state_kernel"), (backward_pass, "_adjoint_kernel")]
+    kernels = [Recorded(getattr(module, name)) for module, name in passes]
+    for (module, name), kernel in zip(passes, kernels, strict=True):
+        monkeypatch.setattr(module, name, kernel)
+    found = errors(case(whole_plan(forest_of_segments([(-1, 70), (0, 3), (0, 2)])), 0, (1, 2, keys, 48)))
+    assert max(found.values()) <= BOUND, found
+    assert [kernel.tiles for kernel in kernels] == [{fits}, {fits}]

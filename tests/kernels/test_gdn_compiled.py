@@ -69,9 +69,10 @@ def states(constants: dict, sizes: Sizes, stages: int, by_tiles: bool = True) ->
     return Build(forward_pass._state_kernel, constants, sizes.warps, stages, types)
 
 
-def adjoint(constants: dict, sizes: Sizes, spilled: int = 0) -> Build:
-    constants = PADDED | {"BV": sizes.columns} | constants
-    return Build(backward_pass._adjoint_kernel, constants, sizes.warps, sizes.stages, spilled=spilled)
+def adjoint(constants: dict, sizes: Sizes, spilled: int = 0, by_tiles: bool = True) -> Build:
+    constants = PADDED | {"BV": sizes.columns, "TILES": by_tiles} | constants
+    types = dict.fromkeys(("q", "k", "w"), f"tensordesc<bf16[64, {constants['KP']}]>") if by_tiles else {}
+    return Build(backward_pass._adjoint_kernel, constants, sizes.warps, sizes.stages, types, spilled)
 
 
 def chosen(key_dim: int, many: bool, alone: bool) -> Sizes:
@@ -87,7 +88,9 @@ BUILDS = {
     "states without tiles": states(KEPT, STATE, STATE.stages, by_tiles=False),
     "summary": states(UNKEPT | {"COLUMNS": 256}, STATE, ALONE),
     "adjoint": adjoint(KEPT, STATE),
-    "wide adjoint": adjoint(KEPT, WIDE_STATE, spilled=32),
+    "wide adjoint": adjoint(KEPT, WIDE_STATE),
+    "wide adjoint without tiles": adjoint(KEPT, WIDE_STATE, spilled=32, by_tiles=False),
+    "adjoint without tiles": adjoint(KEPT, STATE, by_tiles=False),
     "adjoint alone": adjoint(KEPT, chosen(128, many=False, alone=True)),
     "entry cotangents": adjoint(
         UNKEPT | {"STARTS": True, "EXITS": False, "TWIGS": True}, chosen(128, many=False, alone=True)
@@ -109,6 +112,7 @@ BUILDS = {
     ),
 }  # fmt: skip
 SHARED = 227 * 1024
+OF_TILES = [name for name, build in BUILDS.items() if any("tensordesc" in x for x in build.types.values())]
 PIPELINED = BUILDS.keys() - {"twigs"}  # which has no loop
 
 
@@ -116,7 +120,7 @@ PIPELINED = BUILDS.keys() - {"twigs"}  # which has no loop
 def test_compiles_for_hopper_without_one(name):
     """Every product on matrix units, and loads that the compiler pipelines (a loop around a loop it does not)."""
     build = BUILDS[name]
-    pipelined = "cp.async.bulk.tensor" if any("tensordesc" in x for x in build.types.values()) else "cp.async"
+    pipelined = "cp.async.bulk.tensor" if name in OF_TILES else "cp.async"
     made = build.compiled()
     assert "wgmma.mma_async" in made.ptx and "mma.sync" not in made.ptx
     assert pipelined in made.ptx or name not in PIPELINED
@@ -125,14 +129,14 @@ def test_compiles_for_hopper_without_one(name):
         assert made.spilled <= build.spilled, made.spilled
 
 
-@pytest.mark.parametrize("name", ["dqkwg", "states alone", "wide states"])
+@pytest.mark.parametrize("name", OF_TILES)
 def test_no_product_of_tiles_reads_what_was_transposed_in_registers(name):
     """That is wrong on Hopper before Triton 3.7.1."""
     turned = [line for line in BUILDS[name].compiled().ttgir.splitlines() if "tt.trans " in line]
     assert all("xf32" in line for line in turned), turned
 
 
-@pytest.mark.parametrize("name", ["dqkwg", "states alone", "wide states"])
+@pytest.mark.parametrize("name", OF_TILES)
 def test_no_tile_is_stored_or_read_inside_a_branch(name):
     """A store at a negative coordinate is an illegal instruction, and the pipeline forgets readers in branches."""
     made = BUILDS[name].compiled()
@@ -148,10 +152,22 @@ def test_the_gradient_through_the_solve_fits(size, stages):
     assert build.compiled().shared <= SHARED
 
 
+@pytest.mark.parametrize("key_heads", [16, 32])
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_reverse_pass_by_tiles_of_other_heads_fits(size, key_heads):
+    """A wave with branch points and neither twigs nor exits, a level that chains start from and one that none does."""
+    heads = {"K": size, "V": size, "KP": size, "VP": size, "HK": key_heads, "TWIGS": False, "EXITS": False}
+    for sizes in (chosen(size, many=True, alone=False), chosen(size, many=False, alone=False)):
+        for starts in (True, False):
+            made = adjoint(KEPT | heads | {"STARTS": starts, "dexit": None}, sizes).compiled()
+            assert made.shared <= SHARED and "cp.async.bulk.tensor" in made.ptx
+            assert not is_tuned_compiler() or made.spilled <= 8, (sizes, starts, made.spilled)
+
+
 @pytest.mark.parametrize(("many", "alone"), [(False, True), (True, False)])
 def test_passes_over_large_states_fit(many, alone):
     sizes = chosen(256, many, alone)
     heads = {"K": 256, "V": 256, "KP": 256, "VP": 256}
-    assert adjoint(KEPT | heads, sizes).compiled().shared <= SHARED
+    assert adjoint(KEPT | heads, sizes, by_tiles=False).compiled().shared <= SHARED
     forward = states(KEPT | heads | {"COLUMNS": 256}, sizes, sizes.stages, by_tiles=False)
     assert forward.compiled().shared <= SHARED

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import triton as gdn
-from cp_engine.kernels.gdn.triton import dqkwg, forward_pass, launch
+from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, launch
 from cp_engine.kernels.gdn.triton.primitives import Sizes
 from tests.gdn_oracle import random_forest
 from tests.kernels.gdn_cases import case, rank_plans, whole_plan
@@ -100,7 +100,7 @@ def test_every_option_of_the_state_passes_on_gpu(monkeypatch, columns, warps, st
 @pytest.mark.gpu
 @on_gpu
 def test_without_tiles_on_gpu(monkeypatch):
-    for module in (dqkwg, forward_pass):
+    for module in (backward_pass, dqkwg, forward_pass):
         monkeypatch.setattr(module, "tiles_fit", lambda *_: False)
     check_two_cases_on_gpu()
 

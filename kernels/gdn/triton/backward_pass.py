@@ -18,9 +18,30 @@ import torch
 from cp_engine.kernels.gdn.triton.chain_tables import CHAIN_COLUMNS, CHUNK_COLUMNS, StatePass
 from cp_engine.kernels.gdn.triton.launch import state_sizes
 from cp_engine.kernels.gdn.triton.primitives import load_columns, load_each, load_rows
+from cp_engine.kernels.gdn.triton.tiles import tile_rows, tiles_fit
 from cp_engine.kernels.shared.triton import padded, precision, tl, triton
 
 SUM_ELEMENTS = 1024  # of one program of `_sum_kernel`
+
+
+@triton.jit
+def _keys(k, start, row, head, inner, live, HK: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr):
+    """`load_rows`. A tile's rows beyond the chunk's are those of another one: what comes of them is masked."""
+    if TILES:
+        keys = k.load([tl.cast(start, tl.int32), head * K])
+    else:
+        keys = load_rows(k, start, row, head, inner, live, HK, K)
+    return keys
+
+
+@triton.jit
+def _columns(x, start, row, head, inner, live, HEADS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr):
+    """`load_columns`. A tile's columns beyond the chunk's tokens are those of another one: they meet zeros."""
+    if TILES:
+        columns = tl.trans(x.load([tl.cast(start, tl.int32), head * K]))
+    else:
+        columns = load_columns(x, start, row, head, inner, live, HEADS, K)
+    return columns
 
 
 @triton.jit(do_not_specialize=["first_chain", "first_below", "first_kept"])
@@ -29,7 +50,7 @@ def _adjoint_kernel(
     twig_ptr, twigs, first_chain, first_below, first_kept, scale,
     HK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, KEEP: tl.constexpr, STARTS: tl.constexpr, EXITS: tl.constexpr, TWIGS: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
+    TILES: tl.constexpr, PRECISION: tl.constexpr, CHUNK_COLUMNS: tl.constexpr, CHAIN_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     chain = chains + (first_chain + tl.program_id(0)) * CHAIN_COLUMNS
     head = tl.program_id(1)
@@ -65,8 +86,8 @@ def _adjoint_kernel(
                 total = load_each(decay, start, row, head, live, H)
                 local = load_rows(dv_local, start, row, head, column, live, H, V)
                 read = load_rows(dout, start, row, head, column, live, H, V)
-                queries = load_columns(q, start, row, key_head, inner, live, HK, K)
-                erased = load_columns(w, start, row, head, inner, live, H, K)
+                queries = _columns(q, start, row, key_head, inner, live, HK, K, TILES)
+                erased = _columns(w, start, row, head, inner, live, H, K, TILES)
                 read *= (tl.exp2(total) * scale)[:, None]
                 dstate = tl.dot(queries, read.to(queries.dtype), dstate, input_precision=PRECISION)
                 dstate -= tl.dot(erased, local, input_precision=PRECISION)
@@ -89,10 +110,10 @@ def _adjoint_kernel(
             total = load_each(decay, start, row, head, live, H)
             # The state that leaves a leaf has no gradient: its keys stay where they are.
             goes_on = live & (row * 0 + state_row >= 0)
-            keys = load_rows(k, start, row, key_head, inner, goes_on, HK, K)
             read = load_rows(dout, start, row, head, column, live, H, V)
-            queries = load_columns(q, start, row, key_head, inner, live, HK, K)
-            erased = load_columns(w, start, row, head, inner, live, H, K)
+            keys = _keys(k, start, row, key_head, inner, goes_on, HK, K, TILES)
+            queries = _columns(q, start, row, key_head, inner, live, HK, K, TILES)
+            erased = _columns(w, start, row, head, inner, live, H, K, TILES)
             if KEEP:
                 kept = live_state & (keeps & (column * 0 + state_row >= 0))[None, :]
                 at_row = drows + tl.cast(state_row, tl.int64) * (H * K * V) + inside
@@ -222,19 +243,22 @@ def _launch(
         below: gradients of the states that the chains of the level below start from; a level reads no others.
         starts: takes those of this level, unless it is empty.
     """
-    q, k, *_, dv_local, dexit = tensors
+    q, k, w, *others, dv_local, dexit = tensors
     level, heads, value_dim = walk.levels[number], *dv_local.shape[1:]
     if end == level.begin:
         return
     key_heads, key_dim = k.shape[1:]
+    tiles = tiles_fit(k, key_dim)
+    if tiles:
+        q, k, w = (tile_rows(x, chunk_size, key_dim) for x in (q, k, w))
     sizes = state_sizes(key_dim, value_dim, dv_local.dtype, (end - level.begin) * heads, alone)
     _adjoint_kernel[(end - level.begin, heads, triton.cdiv(value_dim, sizes.columns))](
-        *tensors, below, starts, drows, dv_local,
+        q, k, w, *others, dv_local, dexit, below, starts, drows, dv_local,
         walk.chunks, walk.chains, walk.reader_ptr, walk.reader, walk.twig_ptr, walk.twigs,
         level.begin, level.end, first_kept, key_dim**-0.5,
         HK=key_heads, H=heads, K=key_dim, V=value_dim, KP=padded(key_dim), BV=sizes.columns, C=chunk_size,
         KEEP=drows is not None, STARTS=len(starts) > 0, EXITS=dexit is not None and len(dexit) > 0,
-        TWIGS=walk.branch_twigs, PRECISION=precision(dv_local.dtype),
+        TWIGS=walk.branch_twigs, TILES=tiles, PRECISION=precision(dv_local.dtype),
         CHUNK_COLUMNS=CHUNK_COLUMNS, CHAIN_COLUMNS=CHAIN_COLUMNS,
         num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from cp_engine.kernels.gdn.triton.primitives import on_hopper
 from cp_engine.kernels.shared.triton import padded
 
 # Two buffers of the five tiles of dqkwg, 64 x 128, take 160 of a multiprocessor's 227 KiB; three of a state pass's two
-# tiles 96.
+# tiles 96, and of the reverse pass's three 144.
 LARGEST = 128
 
 
