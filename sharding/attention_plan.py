@@ -47,7 +47,6 @@ class UlyssesGatherPlan:
     """
 
     order: TokenOrder  # of the team's tokens in the concatenation of its ranks' rows
-    team_rows: np.ndarray  # int64 [P / U] tokens of each team
     gather: GatherPlan  # over the rows of the team's tokens, ascending
     fetch: RowExchange  # between teams: rows are places among a team's tokens
 
@@ -136,7 +135,7 @@ def _ulysses_gather_plan(forest: Forest, layout: Layout, rank: int, size: int, w
     intervals = replace(visible_intervals(forest, teams, mine, window).on_keys(needed[mine]), rows=len(tokens))
     most = int(pairs_by_rank(forest, teams, window).max())
     gather = GatherPlan(_key_order(teams, mine, needed[mine], fetch, len(tokens)), intervals, most)
-    return UlyssesGatherPlan(order, teams.rank_token_count, gather, fetch)
+    return UlyssesGatherPlan(order, gather, fetch)
 
 
 def pairs_by_rank(forest: Forest, layout: Layout, window: int | None = None) -> np.ndarray:

@@ -75,9 +75,13 @@ class Costs:
     send_latency: int = 32_000
     # How much longer attention takes while rows are pulled, in percent of the pull: +2.6 to +5.3 % (anchors).
     pull_slowdown_percent: int = 5
+    # One MiB of keys and values, or of their gradients, that travels while nothing is computed, barriers and launches
+    # included: one head group of `art_5k16x100`, spread over two H200s, exposes 0.895 ms for 238.75 MiB (measured
+    # 2026-11-30).
+    exposed_mib: int = 3_750
     # One more head group of `gather`: launches, forward and backward (predicted), and what it adds, in per mille of the
-    # kernels' time. Measured 2026-11-30 (commit 003e032, `art_5k16x100`, spread over two H200s, 12.2 ms of kernels): a
-    # layer took 14.8, 16.2 and 16.8 ms in one, two and four groups.
+    # kernels' time. Measured 2026-11-30 (commit 003e032, the same layout, 12.2 ms of kernels): a layer took 16.2 and
+    # 16.8 ms in two and four groups, and two of four hide 0.2 ms of what two expose.
     group: int = 5_000
     group_per_mille: int = 30
     # One kernel launch (predicted).

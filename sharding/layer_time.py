@@ -58,25 +58,25 @@ class StepTime:
 
 
 def best_head_groups(
-    rows: int, tokens: int, pairs: int, *, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int
+    rows: int, pairs: int, *, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int
 ) -> int:
     """In how many groups `gather` works off the kv heads: the rule of the exchange itself, and of every prediction.
 
-    All fetching but a group's is hidden, against what each further group costs and joining the groups' results. The
-    prices are always those of `H200`, since all ranks must come to one number.
+    All fetching but a group's is hidden, against what each further group costs. The prices are always those of `H200`,
+    since all ranks must come to one number.
 
     Args:
         rows: most rows that a rank receives or sends.
-        tokens, pairs: most tokens and visible pairs of a rank.
+        pairs: most visible pairs of a rank.
     """
     row = 2 * kv_heads * head_dim
     # Keys and values come twice, their gradients go home once.
-    fetch = rows * row * (2 * element_bytes + max(element_bytes, ACCUMULATION_BYTES)) * H200.pull_mib // MIB
-    joined = 4 * tokens * query_heads * head_dim * element_bytes * H200.memory_mib // MIB  # out and dq
+    moved = rows * row * (2 * element_bytes + max(element_bytes, ACCUMULATION_BYTES))
+    exposed = moved * H200.exposed_mib // MIB
     tile = _by_head_size(H200.tile_forward, head_dim) + _by_head_size(H200.tile_backward, head_dim)
     further = H200.group + pairs // TILE**2 * tile * query_heads // 1000 * H200.group_per_mille // 1000
     times = {
-        groups: fetch // groups + (joined if groups > 1 else 0) + (groups - 1) * further
+        groups: exposed // groups + (groups - 1) * further
         for groups in range(1, MOST_GROUPS + 1)
         if kv_heads % groups == 0
     }
@@ -85,13 +85,12 @@ def best_head_groups(
 
 def head_groups(figures: Figures, shape: ModelShape) -> int:
     """Head groups of `gather` under a layout."""
-    return _head_groups(figures.busiest_rows, int(figures.tokens.max()), int(figures.pairs.max()), shape)
+    return _head_groups(figures.busiest_rows, int(figures.pairs.max()), shape)
 
 
-def _head_groups(rows: int, tokens: int, pairs: int, shape: ModelShape) -> int:
+def _head_groups(rows: int, pairs: int, shape: ModelShape) -> int:
     return best_head_groups(
         rows,
-        tokens,
         pairs,
         query_heads=shape.query_heads,
         kv_heads=shape.kv_heads,
@@ -160,19 +159,17 @@ def gather_time(
     moves = (rows_in > 0) | (rows_out > 0)
     fetch = _pull(np.maximum(rows_in, rows_out) * shape.kv_row_bytes // groups, moves, costs)
     home = _pull(np.maximum(rows_in, rows_out) * shape.kv_gradient_bytes // groups, moves, costs)
-    output = figures.tokens * shape.query_heads * shape.head_dim * shape.element_bytes
-    joined = 2 * output * costs.memory_mib // MIB if groups > 1 else 0
     parts = []
-    for work, alone, each, last, join in (
-        (kernel[0], tokens[0], fetch, 0, joined),
-        (kernel[1], tokens[1], fetch + home, home, joined),
+    for work, alone, each, last in (
+        (kernel[0], tokens[0], fetch, 0),
+        (kernel[1], tokens[1], fetch + home, home),
     ):
         first = fetch
         hidden_at_most = work // groups
         exposed = first + last + (groups - 1) * np.maximum(0, each - hidden_at_most)
         exposed += groups * each * costs.pull_slowdown_percent // 100
         # That kernels over few heads are slower (`group_per_mille`) is within the error of their own fit.
-        split = (groups - 1) * costs.group // 2 + join
+        split = (groups - 1) * costs.group // 2
         parts.append(LayerTime(alone + work + split, exposed))
     return parts[0], parts[1]
 
@@ -345,7 +342,7 @@ def split_prices(pairs: int, tokens: int, shape: ModelShape, costs: Costs = H200
     """What two sides of a split are judged by before a whole layout is measured, per softmax-attention layer."""
     tile = _by_head_size(costs.tile_forward, shape.head_dim) + _by_head_size(costs.tile_backward, shape.head_dim)
     tile = tile * shape.query_heads  # 1,000 tiles
-    groups = _head_groups(tokens, tokens, pairs, shape)  # as if a rank held and saw everything
+    groups = _head_groups(tokens, pairs, shape)  # as if a rank held and saw everything
     fetch = shape.kv_row_bytes * 1000 * costs.pull_mib // MIB
     home = shape.kv_gradient_bytes * 1000 * costs.pull_mib // MIB
     row = (2 * fetch + home) // groups + (2 * fetch + home) * costs.pull_slowdown_percent // 100

@@ -75,19 +75,18 @@ def kernel_intervals(
 
 def _heads_of_a_call(plan: AttentionPlan, heads: Heads) -> tuple[int, int]:
     """Query and kv heads of one kernel call: of a rank's share where heads are dealt out, of a group of `gather`."""
-    both, moves, rows = plan.ulysses_gather, plan.fetch.moves, plan.rank_rows
+    both, moves = plan.ulysses_gather, plan.fetch.moves
     team = both or plan.ulysses
     ranks = 1 if team is None else len(team.order.rank_rows)
     dealt = max(heads.kv, ranks)  # kv heads fewer than ranks are repeated
     query, kv = max(1, heads.query // dealt) * (dealt // ranks), dealt // ranks
     gather = plan.gather
     if both is not None:
-        gather, moves, rows = both.gather, both.fetch.moves, both.team_rows
+        gather, moves = both.gather, both.fetch.moves
     if gather is None:
         return query, kv
     groups = best_head_groups(
         max(moves.most_out, moves.back.most_out),
-        int(rows.max()),
         gather.most_pairs,
         query_heads=query,
         kv_heads=kv,
@@ -125,7 +124,7 @@ def attention_tables(
         if plan.ring is not None:
             exchange = RingTables(moves, torch.as_tensor(send_rows, device=device), tuple(intervals))
         else:
-            exchange = _gather_tables(plan.gather, moves, plan.rank_rows, send_rows, intervals[0], device, head_groups)
+            exchange = _gather_tables(plan.gather, moves, send_rows, intervals[0], device, head_groups)
     return AttentionTables(world, exchange, transport)
 
 
@@ -146,11 +145,11 @@ def _ulysses_gather_tables(plan: AttentionPlan, rank: int, intervals, device, he
     # A shard's rows move between the ranks that hold it, one in each team.
     counts = np.kron(both.fetch.moves.counts, np.eye(shards.team, dtype=np.int64))
     moves, send_rows = Moves(rank, counts), both.fetch.send_rows
-    gather = _gather_tables(both.gather, moves, both.team_rows, send_rows, intervals, device, head_groups)
+    gather = _gather_tables(both.gather, moves, send_rows, intervals, device, head_groups)
     return UlyssesGatherTables(shards, gather)
 
 
-def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, send_rows, intervals, device, head_groups):
+def _gather_tables(gather: GatherPlan, moves: Moves, send_rows, intervals, device, head_groups) -> GatherTables:
     rows, order = gather.intervals.rows, gather.key_order
     remote = order >= rows
     local_keys, remote_keys = np.flatnonzero(~remote), np.empty(moves.rows_in, np.int64)
@@ -158,8 +157,7 @@ def _gather_tables(gather: GatherPlan, moves: Moves, owner_rows: np.ndarray, sen
     remote_keys[order[remote] - rows] = np.flatnonzero(remote)
     tables = (send_rows, *np.unique(send_rows, return_inverse=True), local_keys, remote_keys)
     on_device = (torch.as_tensor(table, device=device) for table in tables)
-    most_rows = int(owner_rows.max())
-    return GatherTables(moves, most_rows, gather.most_pairs, len(order), *on_device, intervals, head_groups)
+    return GatherTables(moves, gather.most_pairs, len(order), *on_device, intervals, head_groups)
 
 
 @dataclass(frozen=True)

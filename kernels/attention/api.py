@@ -3,9 +3,9 @@
 Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads (Hq a multiple of Hk), D head size. Query head h uses kv
 head ``h // (Hq // Hk)``. Equations and what counts as correct: `cp_engine.kernels.attention.reference`.
 
-A backend is a module with ``forward(q, k, v, intervals, scale, accumulate)``, ``backward(q, k, v, out, lse, dout,
-intervals, scale, accumulate_q, accumulate_kv)`` and ``prepare(step, q, kv_heads, intervals)``. It is imported when it
-is first asked for.
+A backend is a module with ``forward(q, k, v, intervals, scale, accumulate, into)``, ``backward(q, k, v, out, lse, dout,
+intervals, scale, accumulate_q, accumulate_kv, into_q)`` and ``prepare(step, q, kv_heads, intervals)``. It is imported
+when it is first asked for.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def attention(
     scale: float,
     backend: str = "reference",
     accumulate: bool = False,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query row over its visible key rows. Records no autograd graph: see `attention_backward`.
 
@@ -46,6 +47,8 @@ def attention(
         intervals: visible key rows of each query row.
         scale: factor on ``q . k``.
         accumulate: return ``out`` in the accumulation dtype, for callers that merge partial results.
+        into: tensors that become out and lse, of any strides: for callers that compute a group of heads at a time.
+            `cudnn` writes there where out is aligned and lse has its rows side by side; other results are copied.
 
     Returns:
         out [Nq, Hq, D] in q's dtype and lse [Nq, Hq], natural log, in the accumulation dtype (float32, or float64 for
@@ -56,7 +59,11 @@ def attention(
     """
     module = _backend(backend)
     _check(q, k, v, intervals)
-    return module.forward(q, k, v, intervals, scale, accumulate)
+    if into is not None:
+        out_dtype = accumulation_dtype(q.dtype) if accumulate else q.dtype
+        _check_like("into[0]", into[0], out_dtype, q.shape)
+        _check_like("into[1]", into[1], accumulation_dtype(q.dtype), q.shape[:2])
+    return module.forward(q, k, v, intervals, scale, accumulate, into)
 
 
 def attention_backward(
@@ -72,6 +79,7 @@ def attention_backward(
     backend: str = "reference",
     accumulate_q: bool = False,
     accumulate_kv: bool = False,
+    into_q: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attention` with respect to q, k and v.
 
@@ -84,6 +92,7 @@ def attention_backward(
         accumulate_q: return dq in the accumulation dtype, for callers that split a row's keys over several calls.
         accumulate_kv: the same of dk and dv, for callers whose keys are seen by the rows of several calls. `cudnn`
             gives them rounded to q's dtype all the same.
+        into_q: a tensor that becomes dq, as ``into`` of `attention`.
 
     Returns:
         dq, dk, dv shaped like q, k, v and in their dtype unless accumulated.
@@ -96,9 +105,10 @@ def attention_backward(
     for name, x in (("out", out), ("dout", dout)):
         if x.shape != q.shape or x.dtype != q.dtype:
             raise ValueError(f"{name} must be like q, {_told(q)}; got {_told(x)}")
-    if lse.shape != q.shape[:2] or lse.dtype != accumulation_dtype(q.dtype):
-        raise ValueError(f"lse must be {accumulation_dtype(q.dtype)} {list(q.shape[:2])}; got {_told(lse)}")
-    return module.backward(q, k, v, out, lse, dout, intervals, scale, accumulate_q, accumulate_kv)
+    _check_like("lse", lse, accumulation_dtype(q.dtype), q.shape[:2])
+    if into_q is not None:
+        _check_like("into_q", into_q, accumulation_dtype(q.dtype) if accumulate_q else q.dtype, q.shape)
+    return module.backward(q, k, v, out, lse, dout, intervals, scale, accumulate_q, accumulate_kv, into_q)
 
 
 def prepare(
@@ -130,6 +140,11 @@ def _backend(name: str) -> ModuleType:
     if name not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}; got {name!r}")
     return importlib.import_module(BACKENDS[name])
+
+
+def _check_like(name: str, x: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> None:
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} {list(shape)}; got {_told(x)}")
 
 
 def _told(x: torch.Tensor) -> str:

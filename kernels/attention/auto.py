@@ -22,11 +22,17 @@ FEW_KEYS = 700
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
     name = choose("forward", q, intervals)
-    return MODULES[name].forward(q, k, v, intervals, scale, accumulate)
+    return MODULES[name].forward(q, k, v, intervals, scale, accumulate, into)
 
 
 def backward(
@@ -40,10 +46,11 @@ def backward(
     scale: float,
     accumulate_q: bool,
     accumulate_kv: bool,
+    into_q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     name = choose("backward", q, intervals)
-    return MODULES[name].backward(q, k, v, out, lse, dout, intervals, scale, accumulate_q, accumulate_kv)
+    return MODULES[name].backward(q, k, v, out, lse, dout, intervals, scale, accumulate_q, accumulate_kv, into_q)
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

@@ -5,7 +5,7 @@ pack and used by all its layers, forward and backward. The number of intervals o
 
 dk and dv come back in the inputs' dtype whatever ``accumulate_kv`` asks for: its float32 accumulators are not handed
 out. Backward adds dq by atomics, in a fixed order when PyTorch's deterministic algorithms are
-on (`torch.use_deterministic_algorithms`).
+on (`torch.use_deterministic_algorithms`). out, lse and dq of a group of heads are written where the caller wants them.
 
 Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads, D head size, M intervals of a row.
 """
@@ -17,6 +17,7 @@ import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.pieces import row_pieces
+from cp_engine.kernels.attention.placing import placed
 from cp_engine.kernels.shared import packages
 
 PACKAGE = "nvidia-cudnn-frontend==1.32.0"
@@ -44,19 +45,27 @@ def why_not(q: torch.Tensor) -> str | None:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
     q, k, v = (aligned(x) for x in (q, k, v))
     plan = _plan(q, k, intervals)
     dtype = torch.float32 if accumulate else q.dtype
+    into = into or (None, None)
     if plan is None:
-        return q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    from cudnn.flex_attention.execution import _flex_attention_forward
-
-    rows = (x[None] for x in (q, k, v))
-    result = _flex_attention_forward(*rows, mask_plan=plan, softmax_scale=scale, return_lse=True)
-    return result["o_tensor"][0].to(dtype), result["lse_tensor"][0].T.contiguous()
+        none_seen = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        return placed(q.new_zeros(q.shape, dtype=dtype), into[0]), placed(none_seen, into[1])
+    out, lse = _place(q, into[0]), into[1]
+    if lse is None or lse.stride(0) != 1:  # cuDNN writes a row a head
+        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device).T
+    _call("Fwd", (q, k, v, out), (lse.T,), plan, intervals, scale)
+    return placed(out.to(dtype), into[0]), placed(lse, into[1])
 
 
 def backward(
@@ -70,24 +79,49 @@ def backward(
     scale: float,
     accumulate_q: bool,
     accumulate_kv: bool,
+    into_q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     q, k, v, out, dout = (aligned(x) for x in (q, k, v, out, dout))
     plan = _plan(q, k, intervals)
     row_dtype = torch.float32 if accumulate_q else q.dtype
     if plan is None:
-        return torch.zeros_like(q, dtype=row_dtype), torch.zeros_like(k), torch.zeros_like(v)
-    from cudnn.flex_attention.execution import _flex_attention_backward
+        return placed(torch.zeros_like(q, dtype=row_dtype), into_q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = _place(q, into_q), torch.empty_like(k), torch.empty_like(v)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    given = q, k, v, out, dout, lse.T.contiguous(), dq, dk, dv
+    _call("Bwd", given, (), plan, intervals, scale, deterministic=deterministic)
+    return placed(dq.to(row_dtype), into_q), dk, dv
 
-    result = _flex_attention_backward(
-        *(x[None] for x in (q, k, v, out, dout)),
-        lse.T.contiguous()[None],
-        mask_plan=plan,
-        softmax_scale=scale,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    dq, dk, dv = (result[name][0] for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
-    return dq.to(row_dtype), dk, dv
+
+def _place(q: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """Rows like q that cuDNN can write: ``into`` where it is such a place."""
+    if into is not None and into.dtype == q.dtype and _in_place(into):
+        return into
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _call(kind: str, rows, after_plan, plan, intervals: Intervals, scale: float, **options) -> None:
+    """Run a kernel, made at the first call with such tensors, which all have a batch of one.
+
+    Args:
+        kind: Fwd or Bwd.
+        rows, after_plan: tensors before and after the mask plan in cuDNN's order, the results among them.
+    """
+    import cudnn.flex_attention as flex
+
+    given = *(x[None] for x in rows), plan, *(x[None] for x in after_plan)
+    layouts = [(x.dtype, *x.shape, *x.stride()) for x in (*rows, *after_plan)]
+
+    def build(_):
+        made = getattr(flex, f"FlexAttention{kind}")(*given, **options)
+        made.check_support()
+        made.compile()
+        return made
+
+    made = intervals.prepared(f"cudnn {kind} {layouts} {options}", build)
+    workspace = torch.empty(made.workspace_size, dtype=torch.uint8, device=rows[0].device)
+    made.execute(*given, workspace=workspace, softmax_scale=scale)
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
@@ -97,10 +131,13 @@ def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Rows [N, H, D] as cuDNN reads them: themselves where rows and heads are aligned, as in slices of heads."""
+    return x if _in_place(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_place(x: torch.Tensor) -> bool:
     step = WIDE_ALIGNMENT if x.shape[2] == 256 else ALIGNMENT
     row, head, element = (stride * x.element_size() for stride in x.stride())
-    in_place = element == x.element_size() and not (row % step or head % step or x.data_ptr() % step)
-    return x if in_place else x.clone(memory_format=torch.contiguous_format)
+    return element == x.element_size() and not (row % step or head % step or x.data_ptr() % step)
 
 
 def _plan(q: torch.Tensor, k: torch.Tensor, intervals: Intervals):

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.placing import placed
 from cp_engine.kernels.attention.rectangles import Call, call_list, calls_on_device
 from cp_engine.kernels.shared import packages
 from cp_engine.kernels.shared.dtypes import accumulation_dtype
@@ -57,7 +58,13 @@ def variable_length_backward() -> Callable:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Refuses: see the head of this file."""
     raise ValueError(
@@ -77,6 +84,7 @@ def backward(
     scale: float,
     accumulate_q: bool,
     accumulate_kv: bool,
+    into_q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     _check(q, intervals)
@@ -93,7 +101,8 @@ def backward(
             for taken, keys in call.sums:
                 _add(total, keys, part[taken])
     wanted = zip((dq, dk, dv), (accumulate_q, accumulate_kv, accumulate_kv), strict=True)
-    return tuple(x if wide else x.to(q.dtype) for x, wide in wanted)
+    dq, dk, dv = (x if wide else x.to(q.dtype) for x, wide in wanted)
+    return placed(dq, into_q), dk, dv
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

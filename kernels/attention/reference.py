@@ -33,6 +33,7 @@ import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.pieces import Pieces, cut, row_pieces, tile_starts
+from cp_engine.kernels.attention.placing import placed
 from cp_engine.kernels.attention.ranges import expand, union
 from cp_engine.kernels.shared.dtypes import accumulation_dtype
 
@@ -42,7 +43,13 @@ GPU_BLOCK_ROWS = 128  # there launches cost more than a cache saves (not measure
 
 @torch.no_grad()
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
     kv_heads, share = k.shape[1], q.shape[1] // k.shape[1]
@@ -61,7 +68,9 @@ def forward(
         out[:, rows] = torch.bmm(weights, block.take(values)) / total.clamp_min(1.0)
         lse[:, rows] = (peak + total.log()).squeeze(-1)
     out_rows = _token_major(out, q.shape)
-    return out_rows if accumulate else out_rows.to(q.dtype), _token_major(lse.unsqueeze(-1), (*q.shape[:2], 1))[..., 0]
+    into = into or (None, None)
+    lse_rows = _token_major(lse.unsqueeze(-1), (*q.shape[:2], 1))[..., 0]
+    return placed(out_rows if accumulate else out_rows.to(q.dtype), into[0]), placed(lse_rows, into[1])
 
 
 @torch.no_grad()
@@ -76,6 +85,7 @@ def backward(
     scale: float,
     accumulate_q: bool,
     accumulate_kv: bool,
+    into_q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     kv_heads, share = k.shape[1], q.shape[1] // k.shape[1]
@@ -96,7 +106,8 @@ def backward(
         block.add_to(dk, torch.bmm(ds.mT, block_q))
     shaped = _token_major(dq.mul_(scale), q.shape), _token_major(dk, k.shape), _token_major(dv, v.shape)
     wanted = zip(shaped, (accumulate_q, accumulate_kv, accumulate_kv), strict=True)
-    return tuple(x if wide else x.to(q.dtype) for x, wide in wanted)
+    dq, dk, dv = (x if wide else x.to(q.dtype) for x, wide in wanted)
+    return placed(dq, into_q), dk, dv
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:

@@ -8,8 +8,9 @@ because keeping them would need the memory of all groups in all layers. Its remo
 A rank that sees no remote row computes all heads in one call, whatever its peers do.
 
 The kernel comes in as two callables (this package imports no kernels):
-``kernel(q, k, v, intervals, accumulate=...) -> out, lse`` and
-``kernel_backward(q, k, v, out, lse, dout, intervals, accumulate_kv=...) -> dq, dk, dv``.
+``kernel(q, k, v, intervals, accumulate=..., into=...) -> out, lse`` and
+``kernel_backward(q, k, v, out, lse, dout, intervals, accumulate_kv=..., into_q=...) -> dq, dk, dv``, where ``into`` are
+a group's heads of the whole results.
 
 Shapes: P ranks, n local rows, K_in rows received, K gathered key rows, Hq query heads, Hk kv heads, hq and hk those of
 a group, D head size.
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from cp_engine.sharding.exchange.rows import accumulation_dtype, copy_rows, put_rows, take_rows
+from cp_engine.sharding.exchange.rows import accumulation_dtype, put_rows, take_rows
 from cp_engine.sharding.exchange.transport import Arrival, Part, Shipment, Transport
 from cp_engine.sharding.layer_time import best_head_groups
 from cp_engine.sharding.row_exchange import Moves
@@ -33,7 +34,6 @@ class GatherTables:
     """A `GatherPlan` on a device."""
 
     moves: Moves  # of key rows
-    most_rows: int  # rows of the rank, or team of `ulysses_gather`, that has most
     most_pairs: int  # visible pairs of the rank or team that has most
     keys: int  # K
     send_rows: torch.Tensor  # int64 [sum(moves.send_counts)] local rows, receivers in rank order
@@ -54,7 +54,6 @@ def head_groups(tables: GatherTables, query_heads: int, kv_heads: int, size: int
     if tables.groups is None:
         return best_head_groups(
             max(tables.moves.most_out, tables.moves.back.most_out),
-            tables.most_rows,
             tables.most_pairs,
             query_heads=query_heads,
             kv_heads=kv_heads,
@@ -152,18 +151,18 @@ def gather_forward(
         fetch.finish()
         return out, (q, k, v, out, lse)
     fetch.start(0)
-    out = lse = None
+    if len(groups) == 1:
+        keys, values = fetch.wait()
+        out, lse = kernel(q, keys, values, tables.intervals, accumulate=False)
+        return out, (q, k, v, out, lse)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # A head's rows side by side: so a group's part is one block, which cuDNN writes and reads where it is.
+    lse = torch.empty((q.shape[1], len(q)), dtype=accumulation_dtype(q.dtype), device=q.device).T
     for index, group in enumerate(groups):
         keys, values = fetch.wait()
         fetch.start(index + 1)
-        part = kernel(q[:, group.query], keys, values, tables.intervals, accumulate=False)
-        if len(groups) == 1:
-            out, lse = part
-            break
-        if out is None:
-            out, lse = (x.new_empty((x.shape[0], q.shape[1], *x.shape[2:])) for x in part)
-        for whole, of_group in zip((out, lse), part, strict=True):
-            copy_rows(of_group, whole[:, group.query])
+        into = out[:, group.query], lse[:, group.query]
+        kernel(q[:, group.query], keys, values, tables.intervals, accumulate=False, into=into)
     return out, (q, k, v, out, lse)
 
 
@@ -200,22 +199,18 @@ def gather_backward(
             add_home(dk, dv, tables, group, arrival)
         return dq, dk, dv
     returning, dk, dv = [], None, None
-    dq = torch.empty_like(q) if len(groups) > 1 else None
+    whole_dq = torch.empty_like(q) if len(groups) > 1 else None
     for index, group in enumerate(groups):
         keys, values = fetch.wait()
         fetch.start(index + 1)
         packed = home.outgoing(index)
         of_group = (x[:, group.query] for x in (out, lse, dout))
-        part_dq, *part_kv = kernel_backward(
-            q[:, group.query], keys, values, *of_group, tables.intervals, accumulate_kv=True
+        into = {} if whole_dq is None else {"into_q": whole_dq[:, group.query]}
+        dq, *part_kv = kernel_backward(
+            q[:, group.query], keys, values, *of_group, tables.intervals, accumulate_kv=True, **into
         )
-        for place, part in enumerate(part_kv):
-            packed[:, place] = part[tables.remote_keys]
+        _pack_home(part_kv, tables.remote_keys, packed)
         returning.append(home.start(index))
-        if dq is None:
-            dq = part_dq
-        else:
-            copy_rows(part_dq, dq[:, group.query])
         if dk is None:
             dk, dv = (torch.empty_like(k, dtype=part.dtype) for part in part_kv)
         for total, part in zip((dk, dv), part_kv, strict=True):
@@ -224,7 +219,7 @@ def gather_backward(
         if index:
             add_home(dk, dv, tables, groups[index - 1], returning[index - 1])
     add_home(dk, dv, tables, groups[-1], returning[-1])
-    return dq, dk, dv
+    return dq if whole_dq is None else whole_dq, dk, dv
 
 
 def _start_for_others(fetch: _Fetch, home: Shipment, groups: int) -> list[Arrival]:
@@ -237,14 +232,26 @@ def _start_for_others(fetch: _Fetch, home: Shipment, groups: int) -> list[Arriva
     return returning
 
 
+def _pack_home(grads: list[torch.Tensor], rows: torch.Tensor, packed: torch.Tensor) -> None:
+    """Rows of dk and dv into ``packed`` [len(rows), 2, hk, D], taken before they are widened: half as many bytes."""
+    taken = packed if packed.dtype == grads[0].dtype else torch.empty_like(packed, dtype=grads[0].dtype)
+    for place, grad in enumerate(grads):
+        take_rows(grad, rows, taken[:, place])
+    if taken is not packed:
+        packed.copy_(taken)
+
+
 def add_home(dk: torch.Tensor, dv: torch.Tensor, tables: GatherTables, group: _Group, arrival: Arrival) -> None:
     """Add the gradients of a group that come home, peers in rank order; sums are in the dtype of what comes."""
     home, counts = arrival.wait(), tables.moves.send_counts
     if not len(home):
         return
     for total, grads in zip((dk, dv), home.unbind(1), strict=True):
-        sums = total[:, group.kv].index_select(0, tables.sent).to(home.dtype)
+        own = total[:, group.kv]
+        sums = take_rows(own, tables.sent, own.new_empty((len(tables.sent), *own.shape[1:]))).to(home.dtype)
         for places, part in zip(tables.place_sent.split(counts), grads.split(counts), strict=True):
-            # No row occurs twice in a call, so the order of the sums is fixed on every device.
-            sums.index_add_(0, places, part)
-        total[:, group.kv].index_copy_(0, tables.sent, sums.to(total.dtype))
+            if len(places) == len(sums):  # every row, in order
+                sums += part
+            else:  # no row occurs twice in a call, so the order of the sums is fixed on every device
+                sums.index_add_(0, places, part)
+        put_rows(sums.to(total.dtype), tables.sent, own)

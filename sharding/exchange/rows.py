@@ -52,14 +52,6 @@ def put_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Te
     return out.index_copy_(0, rows, x)
 
 
-def copy_rows(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out[...] = x``, of any strides. Parts of rows are copied 16 bytes at a time where they can be."""
-    if x.dtype == out.dtype and _can_widen(x) and _can_widen(out):
-        out.view(WIDE).copy_(x.view(WIDE))
-        return out
-    return out.copy_(x)
-
-
 def _can_widen(x: torch.Tensor) -> bool:
     times = WIDE.itemsize // x.element_size()
     spans = (*x.stride()[:-1], x.shape[-1], x.storage_offset())

@@ -110,6 +110,28 @@ def test_accumulate_returns_the_unrounded_gradients():
     assert out.dtype == torch.float32 and torch.equal(out.to(torch.bfloat16), rounded["out"])
 
 
+def test_results_go_where_they_are_wanted():
+    forest = random_rows(3).forest
+    x = random_tensors(forest.tokens, (4, 2), 8, 0, torch.bfloat16)
+    given, call = (x.q, x.k, x.v), {"intervals": whole(forest), "scale": x.scale}
+    rounded, kept = run_kernel(x, whole(forest)), run_kernel(x, whole(forest), accumulate=True)
+    out, dq = (torch.full((forest.tokens, 6, 8), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    lse, wide_dq = torch.full((6, forest.tokens), torch.nan).T, torch.empty(4, forest.tokens, 8).transpose(0, 1)
+    into, into_q = (out[:, 1:5], lse[:, 1:5]), dq[:, 1:5]
+    made = attention(*given, **call, into=into)
+    assert made[0] is into[0] and made[1] is into[1]
+    assert attention_backward(*given, *made, x.dout, **call, into_q=into_q)[0] is into_q
+    assert attention_backward(*given, *made, x.dout, **call, into_q=wide_dq, accumulate_q=True)[0] is wide_dq
+    for name, got in zip(("out", "lse", "dq"), (*into, into_q), strict=True):
+        assert torch.equal(got, rounded[name])
+    assert torch.equal(wide_dq, kept["dq"])
+    assert all(part[:, [0, 5]].isnan().all() for part in (out, lse, dq))
+    with pytest.raises(ValueError, match=r"into\[1\] must be torch.float32"):
+        attention(*given, **call, into=(into[0], out[:, 1:5, 0]))
+    with pytest.raises(ValueError, match="into_q must be torch.bfloat16"):
+        attention_backward(*given, *made, x.dout, **call, into_q=wide_dq)
+
+
 def test_other_branches_do_not_touch_a_bit():
     for seed in (1, 4, 7):
         forest = random_variety(seed).forest

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cp_engine.sharding.exchange.rows import WIDE, copy_rows, put_rows, take_rows
+from cp_engine.kernels.attention.placing import placed
+from cp_engine.sharding.exchange.rows import WIDE, put_rows, take_rows
 
 ROWS = torch.tensor([4, 0, 6])
 
@@ -40,7 +41,7 @@ def test_rows_of_a_part_of_the_heads(widened, dtype, heads, size, wide):
     taken, put, copied = few.clone(), x.clone(), x.clone()
     take_rows(x[:, part], ROWS, taken)
     put_rows(few, ROWS, put[:, part])
-    copy_rows(few, copied[4:, part])
+    placed(few, copied[4:, part])
     assert (WIDE in widened) == wide
     expected = x.clone()
     for row, values in zip(ROWS.tolist(), few, strict=True):
@@ -53,5 +54,5 @@ def test_another_dtype_is_converted():
     few = torch.randn(3, 2, 8)
     put, copied = (torch.zeros(7, 2, 8, dtype=torch.bfloat16) for _ in range(2))
     put_rows(few.bfloat16(), ROWS, put)
-    copy_rows(few, copied[:3])
+    placed(few, copied[:3])
     assert torch.equal(put[ROWS], few.bfloat16()) and torch.equal(copied[:3], few.bfloat16())

@@ -244,7 +244,7 @@ def test_head_groups_are_equal_on_all_ranks_and_pay_for_themselves():
     assert many == {1}, "some hundred rows"
     big = Moves(0, np.array([[0, 200_000], [150_000, 0]]))
     for heads, wanted in (((8, 8), 4), ((6, 6), 3), ((32, 1), 1), ((7, 7), 1)):
-        tables = mock.Mock(groups=None, moves=big, most_rows=1_000, most_pairs=10**7)
+        tables = mock.Mock(groups=None, moves=big, most_pairs=10**7)
         assert head_groups(tables, *heads, 128, torch.bfloat16) == wanted, heads
     with pytest.raises(ValueError, match="exchange gather can use 1 to 2 groups of 2 kv heads; got 3"):
         head_groups(gather_tables(0, 2, groups=3), 8, 2, 8, torch.float64)

@@ -10,6 +10,7 @@ import os
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
+from cp_engine.kernels.attention.placing import placed
 from cp_engine.kernels.shared import packages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,14 +42,21 @@ def stores(q: torch.Tensor) -> bool:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, intervals: Intervals, scale: float, accumulate: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    intervals: Intervals,
+    scale: float,
+    accumulate: bool,
+    into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
     from cp_engine.kernels.attention.triton.forward_pass import forward as run
     from cp_engine.kernels.attention.triton.primitives import adjoining
 
     _check(q, scale)
-    return run(*(adjoining(x) for x in (q, k, v)), intervals, scale, accumulate)
+    out, lse = run(*(adjoining(x) for x in (q, k, v)), intervals, scale, accumulate)
+    return (out, lse) if into is None else (placed(out, into[0]), placed(lse, into[1]))
 
 
 def backward(
@@ -62,6 +70,7 @@ def backward(
     scale: float,
     accumulate_q: bool,
     accumulate_kv: bool,
+    into_q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
     from cp_engine.kernels.attention.triton import backward_pass, stored_pass
@@ -70,7 +79,8 @@ def backward(
     _check(q, scale)
     run = (stored_pass if stores(q) else backward_pass).backward
     q, k, v, out, dout = (adjoining(x) for x in (q, k, v, out, dout))
-    return run(q, k, v, out, lse.contiguous(), dout, intervals, scale, accumulate_q, accumulate_kv)
+    dq, dk, dv = run(q, k, v, out, lse.contiguous(), dout, intervals, scale, accumulate_q, accumulate_kv)
+    return placed(dq, into_q), dk, dv
 
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
