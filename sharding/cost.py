@@ -80,8 +80,8 @@ class Costs:
     # 2026-11-30).
     exposed_mib: int = 3_750
     # One more head group of `gather`: launches, forward and backward (predicted), and what it adds, in per mille of the
-    # kernels' time. Measured 2026-11-30 (commit 003e032, the same layout, 12.2 ms of kernels): a layer took 16.2 and
-    # 16.8 ms in two and four groups, and two of four hide 0.2 ms of what two expose.
+    # kernels' time. Measured 2026-11-30 (commit 003e032, the same layout, 12.2 ms of kernels): a layer took 16.2 ms in
+    # two groups and 16.8 in four, which expose 0.2 ms less. Of one group, 14.8, this says nothing: results were joined.
     group: int = 5_000
     group_per_mille: int = 30
     # One kernel launch (predicted).
