@@ -8,6 +8,7 @@ Shapes: n rows, Hk key heads, H value heads, K and V head sizes, Y entries, X ex
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -62,6 +63,7 @@ class Case:
         tables, _, stages, back = self._true()
         return stages, back, tables.groups
 
+    @cached_property
     def truth(self) -> list[torch.Tensor]:
         """Float64 tensors in the order of `NAMES`."""
         tables, x, stages, back = self._true()

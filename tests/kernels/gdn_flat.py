@@ -15,6 +15,7 @@ Shapes: n rows, F fragments, p paths.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ STATES = ("B", "A", "dentry")  # one item an exit or an entry; the others are ro
 SHORT = 16  # tokens; an error of few numbers is left to chance, so segments below are judged together
 
 
+@lru_cache(maxsize=8)
 def paths_alone(case: Case, cut: bool) -> tuple[Case, np.ndarray]:
     """Every local root path (of a leaf, or of an exit) as a sequence of its own, and the fragments that they hold.
 
@@ -69,7 +71,7 @@ def item_errors(case: Case, got: list[torch.Tensor], member: np.ndarray, lengths
     """Of every result, the error of each fragment in ``member`` (the rows, one after the other) or of each state."""
     found, copies = {}, np.bincount(member, minlength=len(lengths))
     share = torch.as_tensor(np.repeat(1.0 / copies[member], lengths[member]), device=case.dout.device)
-    for name, x, true in zip(NAMES, got, case.truth(), strict=True):
+    for name, x, true in zip(NAMES, got, case.truth, strict=True):
         if not x.numel() or not len(member):
             continue
         # Means over a row or a state; a row counts once in the scale, however many paths hold it.

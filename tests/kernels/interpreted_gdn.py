@@ -43,7 +43,7 @@ def errors(mine: Case, tables: gdn.ChainTables | None = None) -> dict[str, float
     """Largest difference over the largest value, of every result that has elements."""
     with poisoned_memory():
         got = mine.run(tables or mine.tables())
-    truth = mine.truth()
+    truth = mine.truth
     assert [x.shape for x in got] == [x.shape for x in truth]
     some = [(name, x, true) for name, x, true in zip(NAMES, got, truth, strict=True) if x.numel()]
     names, got, truth = zip(*some, strict=True)

@@ -6,6 +6,8 @@ The interpreter has to be switched on before Triton is imported, so these cases 
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,17 @@ import torch
 
 from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, launch
-from cp_engine.kernels.gdn.triton.primitives import Sizes
 from tests.gdn_oracle import random_forest
-from tests.kernels.gdn_cases import case, rank_plans, whole_plan
+from tests.kernels.gdn_cases import Case, case, rank_plans, whole_plan
 from tests.kernels.gdn_flat import share_of_bounds
 
 ROOT = Path(__file__).parents[2]
+# Of the state passes: sizes, and stages of a pass with no other beside it.
+OPTIONS = [
+    (launch.STATE, launch.STATE.stages),
+    (replace(launch.STATE, stages=launch.ALONE), launch.ALONE),
+    (launch.WIDE_STATE, launch.WIDE_STATE.stages),
+]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -59,6 +66,23 @@ def test_refusals_name_the_remedy(monkeypatch):
         gdn.chain_tables(*arrays, p.exit_fragment, p.exit_entry, 0, len(mine.dout), chunk_size=20)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def flas_kernels_untuned():
+    """fla's kernels with the first of their options: to tune the three of them takes 27 compilations a head size, and
+    `tests/layers/test_gdn_gpu.py` runs them tuned."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    from benchmarks.gdn_tuning import fla_autotuners
+
+    options = [(tuner, tuner.configs) for tuner in fla_autotuners()]
+    for tuner, configs in options:
+        tuner.configs = configs[:1]
+    yield
+    for tuner, configs in options:
+        tuner.configs = configs
+
+
 def check_on_gpu(mine) -> None:
     used = share_of_bounds(mine)
     assert max(used.values(), default=0.0) <= 1, used
@@ -79,21 +103,27 @@ def test_float32_on_gpu():
     check_on_gpu(case(whole_plan(random_forest(1, 20)), 0, (2, 4, 128, 128)).to("cuda", torch.float32))
 
 
+@cache
+def two_cases() -> tuple[Case, Case]:
+    """A tree, and a rank below entries; kept, with their truth, for all launch options."""
+    whole = case(whole_plan(random_forest(2, 20)), 0, (2, 4, 128, 128))
+    below = case(rank_plans(random_forest(0, 20), 0)[2], 2, (2, 4, 128, 128))
+    return tuple(mine.to("cuda", torch.bfloat16) for mine in (whole, below))
+
+
 def check_two_cases_on_gpu() -> None:
-    check_on_gpu(case(whole_plan(random_forest(2, 20)), 0, (2, 4, 128, 128)).to("cuda", torch.bfloat16))
-    plan = rank_plans(random_forest(0, 20), 0)[2]
-    check_on_gpu(case(plan, 2, (2, 4, 128, 128)).to("cuda", torch.bfloat16))
+    for mine in two_cases():
+        check_on_gpu(mine)
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(("columns", "warps"), [(32, 2), (32, 4), (32, 8), (64, 4), (64, 8)])
-@pytest.mark.parametrize("stages", [2, 3])
-def test_every_option_of_the_state_passes_on_gpu(monkeypatch, columns, warps, stages):
-    """A wrong product under one option only has been seen in other kernels on Hopper."""
-    for name in ("STATE", "WIDE_STATE"):
-        monkeypatch.setattr(launch, name, Sizes(columns, warps, stages))
-    monkeypatch.setattr(launch, "ALONE", stages)
+@pytest.mark.parametrize(("sizes", "alone"), OPTIONS, ids=["narrow", "narrow, 3 stages", "wide"])
+def test_every_option_in_use_of_the_state_passes_on_gpu(monkeypatch, sizes, alone):
+    """Each for all launches: a wrong product under one option only has been seen in other kernels on Hopper."""
+    monkeypatch.setattr(launch, "STATE", sizes)
+    monkeypatch.setattr(launch, "WIDE_STATE", sizes)
+    monkeypatch.setattr(launch, "ALONE", alone)
     check_two_cases_on_gpu()
 
 
