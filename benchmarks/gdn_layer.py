@@ -1,6 +1,6 @@
 """Where the time of a whole Gated DeltaNet layer of the 35B-A3B shape goes, on one GPU; bf16.
 
-    python -m benchmarks.gdn_layer [--options]
+    python -m benchmarks.gdn_layer [--options] [--record]
 
 Stages are timed inside a forward or a backward, each beside the least time that its traffic takes (`gdn_stages`), the
 projections beside that of their products. ``rest`` is what no stage holds: in backward the projections' products, which
@@ -17,17 +17,20 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
 
+from benchmarks.attention import installed
 from benchmarks.attention_workloads import workload_forest
 from benchmarks.clock import median_ms, release
 from benchmarks.gdn_layer_options import show_options, stage_calls, time_options
-from benchmarks.gdn_ranks import BOUNDS, HYBRID, PARAMETER_BOUND, Layer, Problem, layer_module
+from benchmarks.gdn_ranks import BOUNDS, HYBRID, PACKAGES, PARAMETER_BOUND, Layer, Problem, layer_module
 from benchmarks.gdn_stages import BYTES_A_MS, REST, STAGES, stage_table
 from benchmarks.gdn_tuning import compile_in_parallel, shorten_autotuning
 from benchmarks.gdn_workloads import HEADS, plan_of
+from benchmarks.record import RESULTS, append, stamp
 from cp_engine.kernels import gates
 from cp_engine.kernels.gates import api
 from cp_engine.layers.gdn_tables import gdn_tables
@@ -116,6 +119,22 @@ def measure(module: torch.nn.Module, problem: Problem) -> dict:
     }
 
 
+def records_of(workload: str, tokens: int, found: dict) -> list[dict]:
+    """The record of the layer, and that of the layer with the library's gates, which it was compared with."""
+    records = []
+    for method, key in (("ours", "ours"), ("library gates", "library")):
+        forward, whole = found[key]
+        about = {"bench": "gdn-layer", "workload": workload, "method": method, "gpus": 1, "tokens": tokens}
+        records.append(about | {"fwd_ms": round(forward, 3), "bwd_ms": round(whole - forward, 3)})
+        records[-1] |= {"right": True, "max_err": None, "errors": {}, "stages": {}, "projections": {}}
+    errors = {name: float(f"{error:.3g}") for name, error in found["errors"].items()}
+    records[0] |= {"right": found["right"], "errors": errors, "max_err": max(errors.values())}
+    records[0] |= {"stages": {direction: found[direction] for direction in ("fwd", "bwd")}}
+    alone = found["projections"].items()
+    records[0] |= {"projections": {direction: [round(ms, 3) for ms in pair] for direction, pair in alone}}
+    return records
+
+
 def show(found: dict) -> None:
     for name in ("library", "ours"):
         forward, whole = found[name]
@@ -134,7 +153,13 @@ def show(found: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--options", action="store_true", help="time the element-wise kernels' launch options too")
+    parser.add_argument("--record", action="store_true", help="append to the file of results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="another file than benchmarks/results.jsonl")
+    parser.add_argument("--commit", help="the commit to record, where this is a copy without history")
     arguments = parser.parse_args()
+    stamped = None
+    if arguments.record:
+        stamped = stamp(*installed(PACKAGES), card=torch.cuda.get_device_name(), commit=arguments.commit)
     began, device = time.perf_counter(), torch.device("cuda")
     compile_in_parallel("whole_layer")
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
@@ -142,7 +167,10 @@ def main() -> None:
     shorten_autotuning()
     problem = Problem.make(workload_forest(WORKLOAD, 1), module)
     print(f"{WORKLOAD}: {problem.forest.tokens:,} tokens, {torch.cuda.get_device_name()}")
-    show(measure(module, problem))
+    found = measure(module, problem)
+    show(found)
+    if stamped is not None:
+        append(records_of(WORKLOAD, problem.forest.tokens, found), stamped, arguments.results)
     if arguments.options:
         release(device)
         tables, weight = gdn_tables(plan_of(problem.forest), 0, device), module.conv1d.weight.detach().squeeze(1)

@@ -90,6 +90,12 @@ against float64 on some rollouts, and the worst segment's largest difference ove
 wrong values, nor to a backward that fla refuses on this card (timing only).
 """
 
+GDN_LAYER = """A whole layer (as in the next section) on one card: ours, and with the library's operators in place of
+our gates and norm. Projections alone: their products, forward and backward. Error: largest relative root mean square of
+output and gradients against the layer with the library's operators. Stages: rest is what no stage holds, in backward
+the projections' products.
+"""
+
 GDN_RANKS = """A whole layer (hidden size 2,048, 16 query and key heads, 32 value heads of size 128, bf16): projections,
 convolution, gates, recurrence, norm and output gate; times of the slowest rank. One GPU: the layer with a GPU's share
 of the tokens, in the same run. Predicted: the planner's cost model for the exchange affine. Error: largest relative
@@ -246,14 +252,35 @@ def gdn_times(records: list[dict]) -> str:
             + [cell(r[key]) for key in ("vs_many", "vs_flat")]
             + [f"{r['max_err']:.2g}, {r['segment_err']:.2g}", f"{r['peak_gib']:.1f}"]
         )
-        for direction, table_of in r["stages"].items():
-            total = max(1e-9, sum(ms for ms, _ in table_of.values()))
-            stages += [
-                [r["workload"], r["method"], direction, name, f"{ms:.3f}", f"{ms / total:.0%}", f"{least:.3f}"]
-                for name, (ms, least) in table_of.items()
-            ]
-    head_of_stages = ("workload", "method", "direction", "stage", "ms", "share", "least ms by memory traffic")
-    return table(head, rows) + "\n" + table(head_of_stages, stages)
+        stages += stage_rows(r)
+    return table(head, rows) + "\n" + table(STAGE_HEAD, stages)
+
+
+STAGE_HEAD = ("workload", "method", "direction", "stage", "ms", "share", "least ms by memory traffic")
+
+
+def stage_rows(record: dict) -> list[list[str]]:
+    """Times of the stages of a record, beside the least that they can take."""
+    rows = []
+    for direction, table_of in record["stages"].items():
+        total, about = max(1e-9, sum(ms for ms, _ in table_of.values())), [record["workload"], record["method"]]
+        rows += [
+            [*about, direction, name, f"{ms:.3f}", f"{ms / total:.0%}", f"{least:.3f}"]
+            for name, (ms, least) in table_of.items()
+        ]
+    return rows
+
+
+def gdn_layers(records: list[dict]) -> str:
+    head = ("workload", "method", "tokens", "forward, ms", "backward, ms", "both", "projections alone, ms", "error")
+    rows, stages = [], []
+    for r in records:
+        alone = [f"{r['projections'][key][0]:.2f}" for key in ("fwd", "bwd") if key in r["projections"]]
+        times = [f"{ms:.2f}" for ms in (r["fwd_ms"], r["bwd_ms"], r["fwd_ms"] + r["bwd_ms"])]
+        method = r["method"] + ("" if r["right"] else ", values wrong")
+        rows.append([r["workload"], method, f"{r['tokens']:,}", *times, " + ".join(alone) or "–", cell(r["max_err"])])
+        stages += stage_rows(r)
+    return table(head, rows) + "\n" + table(STAGE_HEAD, stages)
 
 
 def gdn_ranks(records: list[dict]) -> str:
@@ -292,6 +319,7 @@ SECTIONS = {
     "planner-time": Section("Time to plan", TIMES, times),
     "packing": Section("Packing", PACKING, packing),
     "gdn": Section("Gated delta rule, one card", GDN, gdn_times),
+    "gdn-layer": Section("Gated DeltaNet layer, one card", GDN_LAYER, gdn_layers),
     "gdn-ranks": Section("Gated DeltaNet layer, several cards", GDN_RANKS, gdn_ranks),
     "gdn-sweep": Section("Gated delta rule, launch options", GDN_SWEEP, every_column),
     "forest": Section("Building the forests of the seven sets", "Median of repeats on one core.\n", every_column),

@@ -26,6 +26,7 @@ from benchmarks import (
 )
 from benchmarks.gdn_stages import STAGES
 from benchmarks.gdn_workloads import NAMES, Problem
+from benchmarks.report import page
 from cp_engine.kernels import gates
 from cp_engine.kernels.gdn.triton import launch, output, packing
 from cp_engine.kernels.gdn.triton.primitives import Sizes
@@ -339,12 +340,20 @@ def test_stages_of_the_whole_layer(layer_on_triton, capsys):
     assert set(found["fwd"]) == forward and set(found["bwd"]) >= backward
     gdn_layer.show(found)
     assert "gates_backward" in capsys.readouterr().out
+    ours, library = gdn_layer.records_of("toy", 28, found)
+    assert (ours["fwd_ms"], ours["bwd_ms"], ours["max_err"]) == (1.0, 0.0, max(ours["errors"].values()))
+    stamped = {"commit": "abc", "versions": {}, "card": "a card", "command": "x", "date": "2026-01-01"}
+    text = page([ours | stamped, library | stamped])
+    assert "| toy | ours | 28 | 1.00 | 0.00 | 1.00 | 5.00 + 5.00 |" in text
+    assert "| toy | library gates | 28 | 1.00 | 0.00 | 1.00 | – | – |" in text
+    assert "| toy | ours | bwd | gates_backward |" in text
 
 
 def test_a_wrong_gate_is_seen(layer_on_triton, monkeypatch):
     right = gates.api.triton.gated_norm
     monkeypatch.setattr(gates.api.triton, "gated_norm", lambda x, gate, *rest: right(x, -gate, *rest))
-    assert not gdn_layer.measure(*whole_layer())["right"]
+    found = gdn_layer.measure(*whole_layer())
+    assert not found["right"] and not gdn_layer.records_of("toy", 28, found)[0]["right"]
 
 
 def test_launch_options_of_the_layer(monkeypatch):
