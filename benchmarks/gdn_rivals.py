@@ -27,7 +27,7 @@ def tables_of(forest: Forest, device) -> gdn.ChainTables:
     """Tables of our kernels for all of a forest on one rank."""
     p = plan_of(forest)
     arrays = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.chain_fragment, p.chain_level)
-    return gdn.chain_tables(*arrays, p.exit_fragment, p.exit_entry, 0, forest.tokens, device=device)
+    return gdn.chain_tables(*arrays, p.exit_fragment, p.exit_entry, p.entry_level, forest.tokens, device=device)
 
 
 class Ours:
@@ -41,12 +41,15 @@ class Ours:
     def forward(self) -> None:
         stages = gdn.chunk_stages(self.inputs, self.tables)
         self.kept = gdn.kept_tensors(stages)
-        self.out = gdn.outputs(self.inputs, stages, lambda: self.no_states, self.tables)
+        rest = gdn.forward(self.inputs, stages, self.tables)
+        rest.run(0, None)
+        self.out = rest.outputs()
 
     def backward(self) -> None:
         stages = gdn.chunk_stages(self.inputs, self.tables, self.kept)
         back = gdn.backward_stages(self.inputs, stages, self.dout, self.tables)
-        self.grads = gdn.input_gradients(self.inputs, stages, back, self.no_states, lambda: self.no_states, self.tables)
+        rest = gdn.backward(self.inputs, stages, back, self.no_states, self.tables)
+        self.grads = rest.gradients(lambda: self.no_states)
 
     def values(self) -> torch.Tensor:
         return self.out

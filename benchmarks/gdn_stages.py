@@ -26,12 +26,12 @@ STAGES = {
     "inverse": ("cp_engine.kernels.gdn.fla_stages", "inverse_of"),
     # In every backward, and in the forward of such chunks.
     "w_and_u": ("cp_engine.kernels.gdn.fla_stages", "w_and_u"),
-    "states": ("cp_engine.kernels.gdn.triton.forward_pass", "run_states"),
-    "output": ("cp_engine.kernels.gdn.triton.output", "run_output"),
+    "states": ("cp_engine.kernels.gdn.triton.walks", "run_states"),
+    "output": ("cp_engine.kernels.gdn.triton.walks", "run_output"),
     "dv_local": ("cp_engine.kernels.gdn.triton.inside", "value_gradient_inside"),
-    "adjoint": ("cp_engine.kernels.gdn.triton.backward_pass", "run_adjoint"),
-    "dqkwg": ("cp_engine.kernels.gdn.triton.dqkwg", "dqkwg"),
-    "solve_backward": ("cp_engine.kernels.gdn.triton.solve_backward", "solve_backward"),
+    "adjoint": ("cp_engine.kernels.gdn.triton.walks", "run_adjoint"),
+    "dqkwg": ("cp_engine.kernels.gdn.triton.walks", "dqkwg"),
+    "solve_backward": ("cp_engine.kernels.gdn.triton.walks", "solve_backward"),
 }
 REST = "rest"  # between the stages: casts, sums over the heads of a group, additions
 BYTES_A_MS = 4.28e9  # device copy on the card of the anchors

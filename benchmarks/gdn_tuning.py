@@ -190,17 +190,35 @@ def compile_layer(share: int, heads: GdnHeads, device, dtype: torch.dtype) -> No
     gdn_ranks.alone(module, gdn_ranks.Problem.make(small_tree(), module))
     if share >= SHARES:
         return
-    middle = gdn_plan(small_tree(), contiguous_layout(small_tree(), 5), 1, "affine", CONV_WIDTH)
-    tables = gdn_tables(middle, 1, device).chains
+    # By maps over five ranks, and handed on over three; the rank in the middle has an entry and an exit.
+    for world in (5, 3):
+        plan = gdn_plan(small_tree(), contiguous_layout(small_tree(), world), 1, "affine", CONV_WIDTH)
+        compile_crossing(gdn_tables(plan, 1, device).chains, bool(plan.rounds), heads, device, dtype)
+
+
+def compile_crossing(tables: api.ChainTables, handed: bool, heads: GdnHeads, device, dtype: torch.dtype) -> None:
     inputs, dout = draw(tables.rows, heads, device, dtype)
-    state = torch.zeros((1, heads.value_heads, heads.key_dim, heads.value_dim), device=device)
-    assert (tables.entries, len(tables.exit_slot), len(tables.through_slot)) == (1, 1, 1)
+    state, exits = (
+        torch.zeros((count, heads.value_heads, heads.key_dim, heads.value_dim), device=device)
+        for count in (tables.entries, tables.exits)
+    )
+    assert len(state) and len(tables.through_slot)
     stages = api.chunk_stages(inputs, tables)
-    api.exit_summary(inputs, stages, tables)
-    api.outputs(inputs, stages, lambda: state, tables)
+    forward = api.forward(inputs, stages, tables)
+    forward.run(0, None)
+    if handed:
+        forward.leaving(1, state)
+    else:
+        api.exit_summary(inputs, stages, tables)
+    forward.run(1, state)
+    forward.outputs()
     back = api.backward_stages(inputs, stages, dout, tables)
-    _, back = api.entry_cotangents(inputs, stages, back, state, tables)
-    api.input_gradients(inputs, stages, back, state, lambda: state, tables)
+    if not handed:
+        _, back = api.begin_backward(inputs, stages, back, state, tables)
+    backward = api.backward(inputs, stages, back, state, tables)
+    if handed:
+        backward.entering(1, lambda: exits)
+    backward.gradients(lambda: exits)
 
 
 if __name__ == "__main__":

@@ -160,16 +160,15 @@ class Problem:
         inputs, dout = api.Inputs(*(x.double() for x in inputs)), dout.double()
         p, rows = plan_of(self.sample), len(dout)
         tables = api.chunk_tables(
-            p.fragment_row, p.fragment_parent, p.fragment_entry, p.exit_fragment, p.exit_entry, 0, rows,
-            device=dout.device,
+            p.fragment_row, p.fragment_parent, p.fragment_entry, p.exit_fragment, p.exit_entry, p.entry_level,
+            rows, device=dout.device,
         )  # fmt: skip
         stages = api.chunk_stages(inputs, tables)
         back = api.backward_stages(inputs, stages, dout, tables)
         none = inputs.zero_state().new_empty((0, *inputs.zero_state().shape))
-        o = api.outputs(inputs, stages, lambda: none, tables)
-        return dict(
-            zip(NAMES, (o, *api.input_gradients(inputs, stages, back, none, lambda: none, tables)), strict=True)
-        )
+        forward, backward = api.forward(inputs, stages, tables), api.backward(inputs, stages, back, none, tables)
+        forward.run(0, None)
+        return dict(zip(NAMES, (forward.outputs(), *backward.gradients(lambda: none)), strict=True))
 
 
 def _offered(forest: Forest) -> np.ndarray:

@@ -16,9 +16,11 @@ import numpy as np
 
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layout import Layout, contiguous_layout
-from cp_engine.sharding.row_exchange import RowExchange, TokenOrder, row_exchange, token_order
+from cp_engine.sharding.row_exchange import Moves, RowExchange, TokenOrder, row_exchange, token_order
 
 GDN_EXCHANGES = ("affine", "ulysses")
+# Rounds up to which states are handed on: with two, every trunk may be cut in two and its branches lie on both ranks.
+MOST_ROUNDS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,20 @@ class StateFold:
     exit_entry: np.ndarray  # int64 [GX] entry that the exit's state is affine in, -1 where its state is known outright
     entry_exit: np.ndarray  # int64 [GY] exit that feeds the entry
     entry_level: np.ndarray  # int64 [GY] 0 where the feeding exit is known outright, else 1 + level of its entry
+
+    @property
+    def rounds(self) -> int:
+        """How many times states cross ranks one after another."""
+        return int(self.entry_level.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True, eq=False)
+class StateRound:
+    """The states that are handed on in one round: those of the entries of one level."""
+
+    moves: Moves
+    exits: np.ndarray  # int64 [moves.rows_out] exits of this rank, grouped by receiving rank, none twice in a group
+    entries: np.ndarray  # int64 [moves.rows_in] entry slots of this rank, grouped by sending rank; none arrives twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +70,8 @@ class GdnPlan:
     history: np.ndarray  # int64 [F, W - 1] row in concat(local rows, fetched rows), oldest first; -1 above the root
     history_fetch: RowExchange
     fold: StateFold
+    rounds: tuple[StateRound, ...]  # in which states are handed on; none where they do not cross, and where maps do
+    entry_level: np.ndarray  # int64 [Y] of this rank's entries, 0 throughout where maps are folded: all arrive at once
     order: TokenOrder | None = None
 
     @property
@@ -109,6 +127,8 @@ def _affine_plan(forest: Forest, layout: Layout, rank: int, conv_width: int) -> 
     slot[mine] = np.arange(len(mine))
     first_exit, first_entry = int(fold.exit_counts[:rank].sum()), int(fold.entry_counts[:rank].sum())
     exits = slice(first_exit, first_exit + int(fold.exit_counts[rank]))
+    entries = slice(first_entry, first_entry + int(fold.entry_counts[rank]))
+    handed = fold.rounds <= MOST_ROUNDS
     chain_fragment, chain_level = _chains(slot[local_parent[mine]])
     history, fetch = _history(forest, layout, rank, every, conv_width)
     rows = layout.local_row[every.start[mine]]
@@ -124,6 +144,27 @@ def _affine_plan(forest: Forest, layout: Layout, rank: int, conv_width: int) -> 
         history=history,
         history_fetch=fetch,
         fold=fold,
+        rounds=tuple(_state_round(fold, rank, number) for number in range(fold.rounds if handed else 0)),
+        entry_level=fold.entry_level[entries] * handed,
+    )
+
+
+def _state_round(fold: StateFold, rank: int, number: int) -> StateRound:
+    exit_rank, entry_rank = (
+        np.repeat(np.arange(len(counts)), counts) for counts in (fold.exit_counts, fold.entry_counts)
+    )
+    world = len(fold.exit_counts)
+    entry = np.flatnonzero(fold.entry_level == number)
+    source, receiver = exit_rank[fold.entry_exit[entry]], entry_rank[entry]
+    counts = np.bincount(receiver * world + source, minlength=world**2).reshape(world, world).astype(np.int64)
+    # Entries of a rank are numbered by the fragment that feeds them, exits rank by rank: both sides list what goes from
+    # one rank to another in the order of the entries.
+    sent, received = entry[source == rank], entry[receiver == rank]
+    arriving = received[np.argsort(source[receiver == rank], kind="stable")]
+    return StateRound(
+        Moves(rank, counts),
+        exits=fold.entry_exit[sent] - int(fold.exit_counts[:rank].sum()),
+        entries=arriving - int(fold.entry_counts[:rank].sum()),
     )
 
 

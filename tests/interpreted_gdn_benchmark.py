@@ -28,7 +28,7 @@ from benchmarks.gdn_stages import STAGES
 from benchmarks.gdn_workloads import NAMES, Problem
 from benchmarks.report import page
 from cp_engine.kernels import gates
-from cp_engine.kernels.gdn.triton import launch, output, packing
+from cp_engine.kernels.gdn.triton import launch, output, packing, walks
 from cp_engine.kernels.gdn.triton.primitives import Sizes
 from cp_engine.layers import gdn as layer
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
@@ -196,7 +196,7 @@ def test_sweep_checks_every_option_and_restores_ours(monkeypatch, capsys):
     before = [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP]
     kept, taken = [], []
     run_output = output.run_output
-    monkeypatch.setattr(output, "run_output", lambda *rows: (taken.append(output.OUTPUT), run_output(*rows)))
+    monkeypatch.setattr(walks, "run_output", lambda *rows: (taken.append(output.OUTPUT), run_output(*rows)))
     records = gdn_sweep.sweep({"toy": lambda: problem}, OF_TOY, keep=kept.append)
     assert set(OF_TOY["output"]) < set(taken)
     assert [gdn_tuning.sizes_of(kernel) for kernel in gdn_tuning.SWEEP] == before
@@ -221,7 +221,7 @@ def test_sweep_goes_on_after_an_option_that_fails(monkeypatch, capsys):
             raise RuntimeError("out of resources: shared memory")
         run_output(*rows)
 
-    monkeypatch.setattr(output, "run_output", refuses)
+    monkeypatch.setattr(walks, "run_output", refuses)
     records = gdn_sweep.sweep({"toy": lambda: problem}, {"output": [Sizes(16, 99, 1), Sizes(16, 4, 1)]})
     assert [r["kernel"] for r in records] == [gdn_sweep.IN_USE, "output", "all"]
     assert "toy output, 16 columns, 99 warps, 1 stages: RuntimeError: out of resources" in capsys.readouterr().out

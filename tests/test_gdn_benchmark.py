@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.gdn_workloads import sequences
 from benchmarks.report import page
-from cp_engine.layers import gdn_mixer
+from cp_engine.layers import gdn_crossing
 from cp_engine.layers.gdn_tables import GdnHeads
 from cp_engine.sharding.cost import PRESETS
 from cp_engine.sharding.gdn_layout import place_layers
@@ -41,12 +41,11 @@ def toy(gpus: int):
     return forest_of_segments([segment for tree in trees for segment in tree])
 
 
-def without_states(offset, transition, tables, group):
-    states, kept = FOLD(offset, transition, tables, group)
-    return torch.zeros_like(states), kept
+def without_states(exits, tables, transport):
+    return torch.zeros_like(HAND_ON(exits, tables, transport))
 
 
-FOLD = gdn_mixer.fold_entry_states
+HAND_ON = gdn_crossing.hand_on
 
 
 def rank_records(layouts: list[str], forgets: bool = False) -> list[dict]:
@@ -56,7 +55,7 @@ def rank_records(layouts: list[str], forgets: bool = False) -> list[dict]:
     with (
         mock.patch.multiple(attention_ranks, REPEATS=1, WARM_UPS=1),
         mock.patch.object(gdn_stages, "REPEATS", 2),
-        mock.patch.object(gdn_mixer, "fold_entry_states", without_states if forgets else FOLD),
+        mock.patch.object(gdn_crossing, "hand_on", without_states if forgets else HAND_ON),
     ):
         records = gdn_ranks.run_workload("toy", toy, module, gdn_ranks.arguments_of(["--layouts", *layouts]))
     dist.barrier()
@@ -82,8 +81,8 @@ def test_a_layer_over_two_ranks_beside_one():
             assert (path["again"] > 0) == (r["layout"] == "spread")
     by_case = {(r["layout"], r["exchange"]): r for r in records}
     assert by_case["planner", "affine"]["predicted_exposed_ms"] == 0, "whole trees on each rank"
-    assert {"fold", "fetch_rows"} <= set(by_case["spread", "affine"]["stages"]["fwd"])
-    assert {"fold_back", "rows_home"} <= set(by_case["spread", "affine"]["stages"]["bwd"])
+    assert {"hand_on", "fetch_rows"} <= set(by_case["spread", "affine"]["stages"]["fwd"])
+    assert {"hand_back", "rows_home"} <= set(by_case["spread", "affine"]["stages"]["bwd"])
     assert {"rows_to_heads", "heads_to_rows"} <= set(by_case["spread", "ulysses"]["stages"]["fwd"])
     text = page([r | {"commit": "c", "versions": {}, "card": "a card", "command": "x", "date": "d"} for r in records])
     assert "| toy | 2 | 198 | spread | affine |" in text

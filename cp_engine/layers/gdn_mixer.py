@@ -1,10 +1,10 @@
 """The two autograd halves of the Gated DeltaNet mixer: before states cross ranks, and after.
 
-Forward: `_Start` fetches history rows, convolves, computes all chunks and sends the summaries of this rank's exits off;
-`_Outputs` takes the entry states that come back. Backward the other way round: `_Outputs` sends the gradients of the
-entry states off, `_Start` takes those of the exit states. What the caller computes between the halves hides the
-exchange in both directions. Nothing else does where every tree waits for a state; and a pass over states would occupy
-the card for so long that the small kernels of the exchange wait for its end.
+Forward: `_Start` fetches history rows, convolves, computes all chunks and sends off states or maps of its exits;
+`_Outputs` takes the entry states that arrive. Backward the other way round: `_Outputs` sends gradients of entry states
+off, `_Start` takes those of exit states. What the caller computes between the halves hides the exchange in both
+directions. Nothing else does where every tree waits for a state; and a pass over states would occupy the card for so
+long that the small kernels of the exchange wait for its end.
 
 Shapes: n local rows, m fetched rows, HV value heads, V head size, C channels, W taps.
 """
@@ -18,21 +18,12 @@ import torch
 
 from cp_engine.kernels import conv
 from cp_engine.kernels.gdn import api as gdn
+from cp_engine.layers.gdn_crossing import ByMaps, HandedOn, crossing_of
 from cp_engine.layers.gdn_tables import GdnHeads, GdnTables
 from cp_engine.sharding.exchange.in_flight import InFlight
 from cp_engine.sharding.exchange.kept import is_taken, kept, part_of
 from cp_engine.sharding.exchange.rows import accumulation_dtype, fetch_rows_raw, send_rows_home
-from cp_engine.sharding.exchange.states import fold_entry_states, fold_exit_cotangents
 from cp_engine.sharding.exchange.transport import Transport
-
-
-class _Started(NamedTuple):
-    """What the first half of the forward leaves to the second."""
-
-    inputs: gdn.Inputs
-    stages: object  # of `gdn.chunk_stages`
-    fetched: torch.Tensor  # [m, C] history rows of other ranks
-    states: InFlight  # entry states and A
 
 
 class _Pulled(NamedTuple):
@@ -40,12 +31,7 @@ class _Pulled(NamedTuple):
 
     x: torch.Tensor
     weight: torch.Tensor
-    inputs: gdn.Inputs
-    stages: object
-    back: object  # of `gdn.backward_stages`
     fetched: torch.Tensor
-    entry_states: torch.Tensor
-    dexit: InFlight  # gradients of the exit states
 
 
 class _Mixing:
@@ -54,7 +40,8 @@ class _Mixing:
     def __init__(self, tables: GdnTables, transport: Transport | None, heads: GdnHeads, backend: str):
         self.tables, self.transport, self.heads, self.backend = tables, transport, heads, backend
         self.local = tables.of_backend(backend)
-        self.started: _Started | None = None
+        self.crossing: HandedOn | ByMaps | None = None
+        self.saved: tuple[torch.Tensor, ...] = ()  # history rows of other ranks [m, C], and what the backend keeps
         self.pulled: _Pulled | None = None
 
     def start(self, x, weight, g, beta) -> None:
@@ -64,41 +51,34 @@ class _Mixing:
             (rows,) = kept("exchange", lambda: (fetch_rows_raw(x, tables.history, transport),), x)
             return rows
 
-        def fold() -> tuple[torch.Tensor, ...]:
-            if tables.fold.empty:
-                return fold_entry_states(*summary, tables.fold, transport)
-            return kept("exchange", lambda: fold_entry_states(*summary, tables.fold, transport), x)
-
         history = InFlight(fetch, x)
         inputs = self._inputs(x, history.wait, weight, g, beta)
         stages = gdn.chunk_stages(inputs, self.local)
-        # Only the fold reads the summary, and a recomputation has the fold's result.
-        known = is_taken("exchange") and not tables.fold.empty
-        summary = () if known else gdn.exit_summary(inputs, stages, self.local)
-        self.started = _Started(inputs, stages, history.wait(), InFlight(fold, x, *summary))
+        self.saved = history.wait(), *gdn.kept_tensors(stages)
+        self.crossing = crossing_of(tables, self.backend, transport)
+        self.crossing.start(inputs, stages)
 
     def finish(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """o in ``dtype``, history rows, entry states, A, and what the backend keeps of its chunks."""
-        (inputs, stages, fetched, states), self.started = self.started, None
-        o = gdn.outputs(inputs, stages, lambda: states.wait()[0], self.local).to(dtype)
-        return o, fetched, *states.wait(), *gdn.kept_tensors(stages)
+        crossing, (fetched, *of_chunks) = self.crossing, self.saved
+        self.crossing, self.saved = None, ()
+        o, entry_states, transition = crossing.outputs()
+        return o.to(dtype), fetched, entry_states, transition, *of_chunks
 
     def pull(self, dout, x, weight, g, beta, fetched, entry_states, transition, *of_chunks) -> None:
         inputs = self._inputs(x, lambda: fetched, weight, g, beta)
         stages = gdn.chunk_stages(inputs, self.local, of_chunks)
         back = gdn.backward_stages(inputs, stages, dout.to(inputs.v.dtype), self.local)
-        dentry, back = gdn.entry_cotangents(inputs, stages, back, entry_states, self.local)
-        fold, transport = self.tables.fold, self.transport
-        dexit = InFlight(lambda: fold_exit_cotangents(dentry, transition, fold, transport), dentry, transition)
-        self.pulled = _Pulled(x, weight, inputs, stages, back, fetched, entry_states, dexit)
+        self.crossing = crossing_of(self.tables, self.backend, self.transport)
+        self.crossing.pull(inputs, stages, back, entry_states, transition)
+        self.pulled = _Pulled(x, weight, fetched)
 
     def gradients(self) -> tuple[torch.Tensor, ...]:
         """Of x, weight, g and beta."""
-        (x, weight, inputs, stages, back, fetched, entry_states, dexit), self.pulled = self.pulled, None
+        ((x, weight, fetched), crossing), self.pulled, self.crossing = (self.pulled, self.crossing), None, None
         tables, backend, transport = self.tables, self.backend, self.transport
-        *dqkv, dg, dbeta = gdn.input_gradients(inputs, stages, back, entry_states, dexit.wait, self.local)
-        dexit.wait()
-        del inputs, stages, back, entry_states, dexit  # states above all: the convolution needs room for its rows
+        *dqkv, dg, dbeta = crossing.gradients()
+        del crossing  # states above all: the convolution needs room for its rows
         part = conv.qkv_backward(x, fetched, weight, tuple(dqkv), tables.conv, self.heads.of_channels, backend)
         home = InFlight(lambda: send_rows_home(part.fetched, tables.history, transport), part.fetched)
         return conv.rows_backward(part, home.wait, x, weight, tables.conv, backend), part.weight, dg, dbeta

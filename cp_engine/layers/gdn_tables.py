@@ -14,6 +14,7 @@ from cp_engine.kernels import conv
 from cp_engine.kernels.gdn import api as gdn
 from cp_engine.sharding.exchange.heads import HeadTables, head_tables
 from cp_engine.sharding.exchange.rows import RowTables, row_tables
+from cp_engine.sharding.exchange.state_rounds import RoundTables, round_tables
 from cp_engine.sharding.exchange.states import FoldTables, fold_tables
 from cp_engine.sharding.gdn_plan import GdnPlan
 
@@ -64,6 +65,7 @@ class GdnTables:
     device: torch.device
     conv: conv.ConvTables
     history: RowTables
+    rounds: tuple[RoundTables, ...]  # in which states are handed on; none where none cross, and where maps are folded
     fold: FoldTables
     order: HeadTables | None  # set for ulysses: convolution and recurrence then see all T tokens
     transport: str  # of history rows and states, see `cp_engine.sharding.exchange.transport.transport_for`
@@ -72,16 +74,17 @@ class GdnTables:
     def chunks(self) -> gdn.ChunkTables:
         """Tables of the `reference` backend."""
         p = self.plan
-        arrays = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.exit_fragment, p.exit_entry)
-        return gdn.chunk_tables(*arrays, self.entries, self.mixed_rows, self.chunk_size, self.device)
+        fragments = (p.fragment_row, p.fragment_parent, p.fragment_entry)
+        crossing = (p.exit_fragment, p.exit_entry, p.entry_level)
+        return gdn.chunk_tables(*fragments, *crossing, self.mixed_rows, self.chunk_size, self.device)
 
     @cached_property
     def chains(self) -> gdn.ChainTables:
         """Tables of the `triton` backend."""
         p = self.plan
         fragments = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.chain_fragment, p.chain_level)
-        exits = (p.exit_fragment, p.exit_entry)
-        return gdn.chain_tables(*fragments, *exits, self.entries, self.mixed_rows, self.chunk_size, self.device)
+        crossing = (p.exit_fragment, p.exit_entry, p.entry_level)
+        return gdn.chain_tables(*fragments, *crossing, self.mixed_rows, self.chunk_size, self.device)
 
     def make_for_triton(self) -> None:
         """Make its tables now and not inside the first layer: copies to a device wait."""
@@ -108,11 +111,12 @@ def gdn_tables(
         plan=plan,
         rows=rows if order is None else order.rows,
         mixed_rows=rows,
-        entries=int(plan.fold.entry_counts[rank]) if order is None else 0,
+        entries=len(plan.entry_level),
         chunk_size=chunk_size,
         device=device,
         conv=conv.conv_tables(plan.fragment_row, plan.history, rows, fetch.rows_in, device, fetch.send_rows),
         history=row_tables(fetch, device),
+        rounds=tuple(round_tables(each, device) for each in plan.rounds),
         fold=fold_tables(plan.fold, rank, device),
         order=order,
         transport=transport,

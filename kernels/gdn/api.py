@@ -1,8 +1,10 @@
 """The gated delta rule over a forest of fragments, as stages that a layer interleaves with its exchange.
 
-Forward: `chunk_stages`, `exit_summary`, (states move), `outputs`. Backward: `chunk_stages`, `backward_stages`,
-`entry_cotangents`, (gradients of states move), `input_gradients`. States, summaries and their gradients are in the
-accumulation dtype: float32, or float64 for float64. The reference module states equations and shapes.
+Forward: `chunk_stages`, then `forward`. Backward: `chunk_stages`, `backward_stages`, then `backward`. Both walk the
+trees turn by turn: those of turn 0 stand below no entry, those of turn t wait for the states of round t - 1. Where
+affine maps are folded instead, all entries arrive at once: `exit_summary` comes before that in the forward, and
+`begin_backward` before gradients cross ranks. States, summaries and their gradients are in the accumulation dtype:
+float32, or float64 for float64. The reference module states equations and shapes.
 
 Two backends: `reference` on `ChunkTables` and `triton` on `ChainTables`; the tables say which one computes.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,16 +29,16 @@ __all__ = [
     "ChainTables",
     "ChunkTables",
     "Inputs",
+    "backward",
     "backward_stages",
+    "begin_backward",
     "chain_tables",
     "choose",
     "chunk_stages",
     "chunk_tables",
-    "entry_cotangents",
     "exit_summary",
-    "input_gradients",
+    "forward",
     "kept_tensors",
-    "outputs",
 ]
 
 BACKENDS = ("auto", "reference", "triton")
@@ -98,17 +100,42 @@ def exit_summary(inputs: Inputs, stages, tables: ChunkTables | ChainTables) -> t
     return backend.exit_summary(inputs, stages, tables)
 
 
-def outputs(
-    inputs: Inputs, stages, entry_states: Callable[[], torch.Tensor], tables: ChunkTables | ChainTables
-) -> torch.Tensor:
-    """o [n, H, V]; rows outside fragments are zero.
+class Forward(Protocol):
+    """The rest of the forward. Turns must run in their order."""
 
-    Args:
-        entry_states: gives the states [Y, H, K, V] at the entries; called as late as the backend can.
-    """
+    def leaving(self, turn: int, entry_states: torch.Tensor | None) -> torch.Tensor:
+        """States of all exits [X, H, K, V], of which those of this turn are right.
+
+        Args:
+            entry_states: [Y, H, K, V], those of this turn among them; may be None for turn 0.
+        """
+
+    def run(self, turn: int, entry_states: torch.Tensor | None) -> None:
+        """What `leaving` has left to do of a turn: all, if it was not called."""
+
+    def outputs(self) -> torch.Tensor:
+        """o [n, H, V] when all turns have run; rows outside fragments are zero."""
+
+
+class Backward(Protocol):
+    """The rest of the backward. Turns must run from the last one to the first."""
+
+    def entering(self, turn: int, dexit: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Gradients of the entry states [Y, H, K, V], of which those of this turn are right.
+
+        Args:
+            dexit: gives the gradients of the exit states [X, H, K, V], those of this turn among them; called as late as
+                the backend can.
+        """
+
+    def gradients(self, dexit: Callable[[], torch.Tensor]) -> Inputs:
+        """Of the inputs, with the turns that `entering` was not asked for."""
+
+
+def forward(inputs: Inputs, stages, tables: ChunkTables | ChainTables) -> Forward:
     if isinstance(tables, ChainTables):
-        return triton.outputs(inputs, stages, entry_states, tables)
-    return reference.outputs(inputs, stages, entry_states(), tables)
+        return triton.forward(inputs, stages, tables)
+    return reference.Forward(inputs, stages, tables)
 
 
 def backward_stages(
@@ -120,38 +147,30 @@ def backward_stages(
     return reference.backward_stages(inputs, dout, tables)
 
 
-def entry_cotangents(
-    inputs: Inputs, stages, backward, entry_states: torch.Tensor, tables: ChunkTables | ChainTables
+def begin_backward(
+    inputs: Inputs, stages, pulled, entry_states: torch.Tensor, tables: ChunkTables | ChainTables
 ) -> tuple[torch.Tensor, object]:
     """Gradients of the entry states [Y, H, K, V] when the gradients of all exit states are zero.
 
     Args:
+        pulled: of `backward_stages`.
         entry_states: [Y, H, K, V]; the backend may compute states meanwhile.
 
     Returns:
-        These, and what `input_gradients` takes in the place of ``backward``: with what is computed already.
+        These, and what `backward` takes in the place of ``pulled``: with what is computed already.
     """
     if isinstance(tables, ChainTables):
-        dentry, begun = triton.entry_cotangents(inputs, stages, backward.dout, backward.dv_local, entry_states, tables)
-        return dentry, backward._replace(begun=begun)
-    return reference.entry_cotangents(inputs, stages, backward, tables), backward
+        dentry, begun = triton.begin_backward(inputs, stages, pulled.dout, pulled.dv_local, entry_states, tables)
+        return dentry, pulled._replace(begun=begun)
+    return reference.entry_cotangents(inputs, stages, pulled, tables), pulled
 
 
-def input_gradients(
-    inputs: Inputs,
-    stages,
-    backward,
-    entry_states: torch.Tensor,
-    dexit: Callable[[], torch.Tensor],
-    tables: ChunkTables | ChainTables,
-) -> Inputs:
-    """Gradients of the inputs.
-
+def backward(inputs: Inputs, stages, pulled, entry_states: torch.Tensor, tables: ChunkTables | ChainTables) -> Backward:
+    """
     Args:
-        backward: of `entry_cotangents`, or of `backward_stages` where no entry has to be told.
+        pulled: of `backward_stages` or of `begin_backward`.
         entry_states: [Y, H, K, V].
-        dexit: gives the gradients of the exit states [X, H, K, V]; called as late as the backend can.
     """
     if isinstance(tables, ChainTables):
-        return triton.input_gradients(inputs, stages, *backward, entry_states, dexit, tables)
-    return reference.input_gradients(inputs, stages, backward, entry_states, dexit(), tables)
+        return triton.backward(inputs, stages, pulled.dout, pulled.dv_local, entry_states, tables, pulled.begun)
+    return reference.Backward(inputs, stages, pulled, entry_states, tables)

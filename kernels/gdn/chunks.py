@@ -1,8 +1,9 @@
 """Chunks of a forest's fragments, ordered so that every step of the state pass is a slice.
 
 Chunks restart at every fragment. They are kept in groups of one padded width (a short fragment does not pay for a full
-chunk) and of one kind of origin (below an entry or not); inside a group they stand level by level. A step is (part
-of) one level of one group: its chunks depend only on earlier steps.
+chunk) and of trees of one *turn*, 0 without an entry and else one more than the round in which the entry's state
+arrives; inside a group they stand level by level. A step is (part of) one level of one group: its chunks depend only on
+earlier steps of their turn.
 
 States live in slots: slot 0 is the zero state, slots 1..Y are the entries, the others are written by chunks.
 
@@ -25,7 +26,7 @@ MAX_STEP = 512
 @dataclass(frozen=True, eq=False)
 class ChunkGroup:
     width: int
-    below_entry: bool  # the state of these chunks depends on an entry
+    turn: int  # of the trees that these chunks belong to
     rows: torch.Tensor  # int64 [N, C] local rows, n where padding
     reads: torch.Tensor  # int64 [N] slot of the state that the chunk starts from
     writes: torch.Tensor  # int64 [N] slot of the state that the chunk ends with, -1 where nobody needs it
@@ -52,6 +53,7 @@ class ChunkTables:
     groups: tuple[ChunkGroup, ...]
     steps: tuple[Step, ...]  # parents first
     exit_slot: torch.Tensor  # int64 [X]
+    exits_of: tuple[torch.Tensor, ...]  # int64, the exits of each turn
     through_slot: torch.Tensor  # int64 [XA] slots of the exits that are affine in an entry
 
 
@@ -61,7 +63,7 @@ def chunk_tables(
     fragment_entry: np.ndarray,
     exit_fragment: np.ndarray,
     exit_entry: np.ndarray,
-    entries: int,
+    entry_level: np.ndarray,
     rows: int,
     chunk_size: int = 64,
     device: torch.device | str = "cpu",
@@ -81,7 +83,8 @@ def chunk_tables(
     index = np.arange(len(fragment)) - (last_chunk - count + 1)[fragment]
     start = np.asarray(fragment_row)[fragment] + index * chunk_size
     tokens = np.minimum(length[fragment] - index * chunk_size, chunk_size)
-    base_level, below, to_exit = _walk_fragments(count, fragment_parent, fragment_entry, exit_fragment)
+    entries, turns = len(entry_level), np.append(1 + entry_level, 0)  # last cell: no entry
+    base_level, turn_of, to_exit = _walk_fragments(count, fragment_parent, turns[fragment_entry], exit_fragment)
     read_below = np.zeros(fragments, bool)
     read_below[fragment_parent[fragment_parent >= 0]] = True
     read_below[exit_fragment] = True
@@ -90,33 +93,37 @@ def chunk_tables(
     kind = np.where(to_exit[fragment], 0, np.where(writes_state, 1, 2))
     width = _padded_width(tokens, chunk_size)
     level = base_level[fragment] + index
-    below = below[fragment]
-    order = np.lexsort((np.arange(len(fragment)), kind, level, below, width))
-    place, steps, slots = _steps(width[order], below[order], level[order], kind[order], 1 + entries)
+    turn = turn_of[fragment]
+    order = np.lexsort((np.arange(len(fragment)), kind, level, turn, width))
+    place, steps, slots = _steps(width[order], turn[order], level[order], kind[order], 1 + entries)
     writes = np.full(len(fragment) + 1, -1, np.int64)  # last cell: the chunk before a root or an entry
     writes[order] = place
     parent = fragment_parent[fragment]
     previous = np.where(index > 0, np.arange(len(fragment)) - 1, np.where(parent >= 0, last_chunk[parent], -1))
     reads = np.where(previous >= 0, writes[previous], 1 + fragment_entry[fragment])
-    groups = _groups(order, width, below, start, tokens, reads, writes, rows, device)
+    groups = _groups(order, width, turn, start, tokens, reads, writes, rows, device)
     exit_slot = torch.as_tensor(writes[last_chunk[exit_fragment]], device=device)
     through = torch.as_tensor(np.flatnonzero(exit_entry >= 0), device=device)
-    return ChunkTables(rows, entries, slots, groups, steps, exit_slot, exit_slot[through])
+    exit_turn = turn_of[exit_fragment]
+    exits_of = [np.flatnonzero(exit_turn == number) for number in range(int(turns.max()) + 1)]
+    exits_of = tuple(torch.as_tensor(each, device=device) for each in exits_of)
+    return ChunkTables(rows, entries, slots, groups, steps, exit_slot, exits_of, exit_slot[through])
 
 
-def _walk_fragments(count, parent, entry, exit_fragment) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per fragment: level of its first chunk, whether it stands below an entry, whether an exit stands at or below."""
-    level, below = [0] * len(parent), [False] * len(parent)
-    up, chunks, enters = parent.tolist(), count.tolist(), entry.tolist()
+def _walk_fragments(count, parent, own_turn, exit_fragment) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per fragment: level of its first chunk, turn of its tree, whether an exit stands at or below."""
+    level, turn = [0] * len(parent), own_turn.tolist()
+    up, chunks = parent.tolist(), count.tolist()
     for f, p in enumerate(up):
         level[f] = 0 if p < 0 else level[p] + chunks[p]
-        below[f] = enters[f] >= 0 if p < 0 else below[p]
+        if p >= 0:
+            turn[f] = turn[p]
     to_exit = np.zeros(len(parent), bool)
     to_exit[exit_fragment] = True
     for f in range(len(parent) - 1, -1, -1):
         if up[f] >= 0 and to_exit[f]:
             to_exit[up[f]] = True
-    return np.asarray(level, np.int64), np.asarray(below, bool), to_exit
+    return np.asarray(level, np.int64), np.asarray(turn, np.int64), to_exit
 
 
 def _padded_width(tokens: np.ndarray, chunk_size: int) -> np.ndarray:
@@ -127,11 +134,11 @@ def _padded_width(tokens: np.ndarray, chunk_size: int) -> np.ndarray:
     return widths[np.searchsorted(widths, tokens)]
 
 
-def _steps(width, below, level, kind, first_slot) -> tuple[np.ndarray, tuple[Step, ...], int]:
+def _steps(width, turn, level, kind, first_slot) -> tuple[np.ndarray, tuple[Step, ...], int]:
     """Steps of sorted chunks, the slot that each chunk writes (-1 for none), and the number of slots."""
     total = len(width)
     new_group = np.ones(total, bool)
-    new_group[1:] = (width[1:] != width[:-1]) | (below[1:] != below[:-1])
+    new_group[1:] = (width[1:] != width[:-1]) | (turn[1:] != turn[:-1])
     new_step = new_group.copy()
     new_step[1:] |= level[1:] != level[:-1]
     index = np.arange(total)
@@ -153,14 +160,14 @@ def _steps(width, below, level, kind, first_slot) -> tuple[np.ndarray, tuple[Ste
     return places, tuple(steps), slot
 
 
-def _groups(order, width, below, start, tokens, reads, writes, rows, device) -> tuple[ChunkGroup, ...]:
+def _groups(order, width, turn, start, tokens, reads, writes, rows, device) -> tuple[ChunkGroup, ...]:
     groups = []
-    cuts = np.flatnonzero((np.diff(width[order]) != 0) | (np.diff(below[order]) != 0)) + 1
+    cuts = np.flatnonzero((np.diff(width[order]) != 0) | (np.diff(turn[order]) != 0)) + 1
     for member in np.split(order, cuts):
         if len(member) == 0:
             continue
         column = np.arange(int(width[member[0]]))
         row = np.where(column < tokens[member, None], start[member, None] + column, rows)
         tables = [torch.as_tensor(x, device=device) for x in (row, reads[member], writes[member])]
-        groups.append(ChunkGroup(len(column), bool(below[member[0]]), *tables))
+        groups.append(ChunkGroup(len(column), int(turn[member[0]]), *tables))
     return tuple(groups)

@@ -15,12 +15,13 @@ Shapes: n rows, Hk key heads, H value heads, B chunks of a block, C chunk width,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from cp_engine.kernels.gdn.chunks import ChunkGroup, ChunkTables
-from cp_engine.kernels.gdn.state_pass import BackwardStage, Stage, run_adjoint, run_states, run_summary
+from cp_engine.kernels.gdn.state_pass import BackwardStage, ForwardStates, ReverseStates, Stage, run_summary
 
 # Elements of one [B, H, C, C] matrix of a block: 4 MiB in float64, which stays near the caches.
 BLOCK_ELEMENTS = 1 << 19
@@ -112,18 +113,36 @@ def exit_summary(inputs: Inputs, stages: list[Stage], tables: ChunkTables) -> tu
     return run_summary(stages, tables, inputs.zero_state())
 
 
-def outputs(inputs: Inputs, stages: list[Stage], entry_states: torch.Tensor, tables: ChunkTables) -> torch.Tensor:
-    """o [n, H, V] given the states [Y, H, K, V] at the entries; rows outside fragments are zero."""
-    states, new_v = run_states(stages, tables, entry_states)
-    padded = inputs.with_zero_row()
-    out = torch.zeros_like(padded.v)
-    for group, values in zip(tables.groups, new_v, strict=True):
-        for block in _blocks(group, inputs.v.shape[1]):
-            x = padded.of_chunks(group.rows[block])
-            read = _reading(x, *_decays(x.g))
-            o = read.query @ states[group.reads[block]] + read.attention @ values[block]
-            out[group.rows[block]] = o.transpose(1, 2)
-    return out[:-1]
+class Forward:
+    """The forward after the stages that no other chunk enters, turn by turn."""
+
+    def __init__(self, inputs: Inputs, stages: list[Stage], tables: ChunkTables):
+        self._inputs, self._tables = inputs, tables
+        self._pass = ForwardStates(stages, tables, inputs.zero_state())
+        self._done: set[int] = set()
+
+    def leaving(self, turn: int, entry_states: torch.Tensor) -> torch.Tensor:
+        """States of all exits [X, H, K, V], of which those of this turn and of earlier ones are right."""
+        self.run(turn, entry_states)
+        return self._pass.states[self._tables.exit_slot]
+
+    def run(self, turn: int, entry_states: torch.Tensor | None) -> None:
+        """What `leaving` has left to do of a turn."""
+        if turn not in self._done:
+            self._pass.run(turn, entry_states)
+        self._done.add(turn)
+
+    def outputs(self) -> torch.Tensor:
+        """o [n, H, V] when all turns have run; rows outside fragments are zero."""
+        padded = self._inputs.with_zero_row()
+        out = torch.zeros_like(padded.v)
+        for group, values in zip(self._tables.groups, self._pass.new_v, strict=True):
+            for block in _blocks(group, self._inputs.v.shape[1]):
+                x = padded.of_chunks(group.rows[block])
+                read = _reading(x, *_decays(x.g))
+                o = read.query @ self._pass.states[group.reads[block]] + read.attention @ values[block]
+                out[group.rows[block]] = o.transpose(1, 2)
+        return out[:-1]
 
 
 def backward_stages(inputs: Inputs, dout: torch.Tensor, tables: ChunkTables) -> list[BackwardStage]:
@@ -145,38 +164,64 @@ def entry_cotangents(
     inputs: Inputs, stages: list[Stage], backward: list[BackwardStage], tables: ChunkTables
 ) -> torch.Tensor:
     """Gradients of the entry states [Y, H, K, V] when the gradients of all exit states are zero."""
-    dstates, _ = run_adjoint(stages, backward, tables, None, inputs.zero_state(), only_below_entries=True)
-    return dstates[1 : 1 + tables.entries]
+    reverse = ReverseStates(stages, backward, tables, inputs.zero_state())
+    for turn in range(1, len(tables.exits_of)):
+        reverse.run(turn, None)
+    return reverse.dstates[1 : 1 + tables.entries]
 
 
-def input_gradients(
-    inputs: Inputs,
-    stages: list[Stage],
-    backward: list[BackwardStage],
-    entry_states: torch.Tensor,
-    dexit: torch.Tensor,
-    tables: ChunkTables,
-) -> Inputs:
-    """Gradients of the inputs, given those of the exit states ``dexit`` [X, H, K, V]."""
-    states, new_v = run_states(stages, tables, entry_states)
-    dstates, dnew_v = run_adjoint(stages, backward, tables, dexit, inputs.zero_state())
-    padded = inputs.with_zero_row()
-    grads = Inputs(*(torch.zeros_like(x) for x in padded))
-    for group, back, value, dvalue in zip(tables.groups, backward, new_v, dnew_v, strict=True):
-        for block in _blocks(group, inputs.v.shape[1]):
-            rows = group.rows[block]
-            state, dafter = states[group.reads[block]], dstates[group.writes[block]]
-            cotangents = (
-                -dvalue[block] @ state.mT,
-                dvalue[block],
-                value[block] @ dafter.mT,
-                (state * dafter).sum((-1, -2)),
-                back.dout[block] @ state.mT,
-                back.dout[block] @ value[block].mT,
-            )
-            for total, part in zip(grads, _block_gradients(padded.of_chunks(rows), cotangents), strict=True):
-                total[rows] = part.transpose(1, 2)
-    return Inputs(*(x[:-1] for x in grads))
+class Backward:
+    """The backward after the stages that no other chunk enters, from the last turn to the first."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        stages: list[Stage],
+        backward: list[BackwardStage],
+        entry_states: torch.Tensor,
+        tables: ChunkTables,
+    ):
+        self._inputs, self._backward, self._tables = inputs, backward, tables
+        self._forward = ForwardStates(stages, tables, inputs.zero_state())
+        for turn in range(len(tables.exits_of)):
+            self._forward.run(turn, entry_states)
+        self._reverse = ReverseStates(stages, backward, tables, inputs.zero_state())
+        self._left = len(tables.exits_of)  # turns
+
+    def entering(self, turn: int, dexit: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Gradients of all entry states [Y, H, K, V], of which those of this turn are right.
+
+        Args:
+            dexit: gives the gradients of the exit states [X, H, K, V], those of this turn among them.
+        """
+        if turn < self._left:
+            self._reverse.run(turn, dexit())
+            self._left = turn
+        return self._reverse.dstates[1 : 1 + self._tables.entries]
+
+    def gradients(self, dexit: Callable[[], torch.Tensor]) -> Inputs:
+        """Of the inputs, with the turns that `entering` was not asked for."""
+        for turn in reversed(range(self._left)):
+            self._reverse.run(turn, dexit())
+        inputs, forward, reverse = self._inputs, self._forward, self._reverse
+        padded = inputs.with_zero_row()
+        grads = Inputs(*(torch.zeros_like(x) for x in padded))
+        each = zip(self._tables.groups, self._backward, forward.new_v, reverse.dnew_v, strict=True)
+        for group, back, value, dvalue in each:
+            for block in _blocks(group, inputs.v.shape[1]):
+                rows = group.rows[block]
+                state, dafter = forward.states[group.reads[block]], reverse.dstates[group.writes[block]]
+                cotangents = (
+                    -dvalue[block] @ state.mT,
+                    dvalue[block],
+                    value[block] @ dafter.mT,
+                    (state * dafter).sum((-1, -2)),
+                    back.dout[block] @ state.mT,
+                    back.dout[block] @ value[block].mT,
+                )
+                for total, part in zip(grads, _block_gradients(padded.of_chunks(rows), cotangents), strict=True):
+                    total[rows] = part.transpose(1, 2)
+        return Inputs(*(x[:-1] for x in grads))
 
 
 def _block_gradients(x: Inputs, cotangents: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,8 @@ Equations (one value head, chunk of C tokens, entry state H):
 ``v' = u - w H``, ``H+ = gamma H + K~^T v'``; backward ``dv' = dv'_local + K~ dH+`` and
 ``dH = gamma dH+ + (s e^G q)^T dO - w^T dv'``. A parent's dH+ is the sum of its children's dH.
 
-Every step runs all chunks of one level as one batched product.
+Every step runs all chunks of one level as one batched product. Trees of one turn need states of their own and of the
+entries only, so that a pass goes turn by turn where states are handed on from rank to rank.
 
 Shapes: N chunks of a group, H value heads, C chunk width, K and V head sizes, S slots, Y entries, X exits.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_engine.kernels.gdn.chunks import ChunkTables
+from cp_engine.kernels.gdn.chunks import ChunkTables, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,24 +62,36 @@ def _advance(stage: Stage, state: torch.Tensor, begin: int, end: int, with_value
     return new_v, stage.decay[part, :, None, None] * state + stage.carried_k[part].mT @ new_v
 
 
-def run_states(
-    stages: list[Stage], tables: ChunkTables, entry_states: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The whole forward pass: states in slots [S, H, K, V] and v' of each group [N, H, C, V]."""
-    states = entry_states.new_empty((tables.slots, *entry_states.shape[1:]))
-    states[0] = 0
-    place_entry_states(states, entry_states)
-    new_v = [torch.empty_like(stage.u) for stage in stages]
-    for step in tables.steps:
-        stage, part = stages[step.group], slice(step.begin, step.end)
-        state = read_states(states, tables.groups[step.group].reads[part])
+class ForwardStates:
+    """The forward pass: states in slots [S, H, K, V] and v' of each group [N, H, C, V]."""
+
+    def __init__(self, stages: list[Stage], tables: ChunkTables, zero: torch.Tensor):
+        self.states = zero.new_empty((tables.slots, *zero.shape))
+        self.states[0] = 0
+        self.new_v = [torch.empty_like(stage.u) for stage in stages]
+        self._stages, self._tables = stages, tables
+
+    def run(self, turn: int, entry_states: torch.Tensor | None) -> None:
+        """The chunks of a turn.
+
+        Args:
+            entry_states: [Y, H, K, V], those that the turn needs among them; None for turn 0.
+        """
+        if entry_states is not None:
+            place_entry_states(self.states, entry_states)
+        for step in self._tables.steps:
+            if self._tables.groups[step.group].turn == turn:
+                self._step(step)
+
+    def _step(self, step: Step) -> None:
+        stage, new_v, part = self._stages[step.group], self.new_v[step.group], slice(step.begin, step.end)
+        state = read_states(self.states, self._tables.groups[step.group].reads[part])
         writing = step.state_end - step.begin
         value, after = _advance(stage, state[:writing], step.begin, step.state_end)
-        states[step.slot : step.slot + writing] = after
+        self.states[step.slot : step.slot + writing] = after
         rest = slice(step.state_end, step.end)
-        new_v[step.group][step.begin : step.state_end] = value
-        new_v[step.group][rest] = stage.u[rest] - stage.w[rest] @ state[writing:]
-    return states, new_v
+        new_v[step.begin : step.state_end] = value
+        new_v[rest] = stage.u[rest] - stage.w[rest] @ state[writing:]
 
 
 def run_summary(stages: list[Stage], tables: ChunkTables, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,40 +119,38 @@ def run_summary(stages: list[Stage], tables: ChunkTables, zero: torch.Tensor) ->
         reads = group.reads[step.begin : step.exit_end]
         slots = slice(step.slot, step.slot + step.exit_end - step.begin)
         offset[slots] = _advance(stage, read_states(offset, reads), step.begin, step.exit_end)[1]
-        if group.below_entry:
+        if group.turn:
             state = read_states(transition, reads)
             transition[slots] = _advance(stage, state, step.begin, step.exit_end, with_values=False)[1]
     return offset[tables.exit_slot], transition[tables.through_slot]
 
 
-def run_adjoint(
-    stages: list[Stage],
-    backward: list[BackwardStage],
-    tables: ChunkTables,
-    dexit: torch.Tensor | None,
-    zero: torch.Tensor,
-    only_below_entries: bool = False,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The reverse pass.
+class ReverseStates:
+    """The reverse pass: gradients of the states in slots [S + 1, H, K, V], whose last one is zero (so that ``writes``
+    indexes it), and the gradient of v' of each group [N, H, C, V]."""
 
-    Args:
-        dexit: [X, H, K, V] gradients of the exit states; None for zero.
-        zero: [H, K, V] a zero state.
-        only_below_entries: leave out the chunks that no entry reaches.
+    def __init__(self, stages: list[Stage], backward: list[BackwardStage], tables: ChunkTables, zero: torch.Tensor):
+        self.dstates = zero.new_zeros((tables.slots + 1, *zero.shape))
+        self.dnew_v = [torch.empty_like(part.dv_local) for part in backward]
+        self._stages, self._backward, self._tables = stages, backward, tables
 
-    Returns:
-        Gradients of the states in slots [S + 1, H, K, V], whose last one is zero (so that ``writes`` indexes it),
-        and the gradient of v' of each group [N, H, C, V].
-    """
-    dstates = zero.new_zeros((tables.slots + 1, *zero.shape))
-    if dexit is not None:
-        dstates.index_add_(0, tables.exit_slot, dexit)
-    dnew_v = [torch.empty_like(part.dv_local) for part in backward]
-    for step in reversed(tables.steps):
-        group = tables.groups[step.group]
-        if only_below_entries and not group.below_entry:
-            continue
-        stage, back, part = stages[step.group], backward[step.group], slice(step.begin, step.end)
+    def run(self, turn: int, dexit: torch.Tensor | None) -> None:
+        """The chunks of a turn, when those of later turns have run.
+
+        Args:
+            dexit: [X, H, K, V] gradients of the exit states, of which it reads its own; None for zero.
+        """
+        tables = self._tables
+        if dexit is not None:
+            mine = tables.exits_of[turn]
+            self.dstates.index_add_(0, tables.exit_slot[mine], dexit[mine])
+        for step in reversed(tables.steps):
+            if tables.groups[step.group].turn == turn:
+                self._step(step)
+
+    def _step(self, step: Step) -> None:
+        group, dstates = self._tables.groups[step.group], self.dstates
+        stage, back, part = self._stages[step.group], self._backward[step.group], slice(step.begin, step.end)
         writing = step.state_end - step.begin
         wrote = slice(step.begin, step.state_end)
         dafter = dstates[step.slot : step.slot + writing]
@@ -148,5 +159,4 @@ def run_adjoint(
         dstate = back.query[part].mT @ back.dout[part] - stage.w[part].mT @ dvalue
         dstate[:writing] += stage.decay[wrote, :, None, None] * dafter
         add_to_parents(dstates, group.reads[part], dstate)
-        dnew_v[step.group][part] = dvalue
-    return dstates, dnew_v
+        self.dnew_v[step.group][part] = dvalue

@@ -45,14 +45,14 @@ class Case:
     def tables(self) -> gdn.ChainTables:
         p = self.plan
         arrays = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.chain_fragment, p.chain_level)
-        exits = (p.exit_fragment, p.exit_entry)
-        return gdn.chain_tables(*arrays, *exits, self.entries, len(self.dout), device=self.dout.device)
+        crossing = (p.exit_fragment, p.exit_entry, 0 * p.entry_level)  # all states arrive at once
+        return gdn.chain_tables(*arrays, *crossing, len(self.dout), device=self.dout.device)
 
     def _true(self):
         """Reference tables, float64 inputs, and the stages of forward and backward."""
         p, x = self.plan, api.Inputs(*(part.double() for part in self.inputs))
         tables = api.chunk_tables(
-            p.fragment_row, p.fragment_parent, p.fragment_entry, p.exit_fragment, p.exit_entry, self.entries,
+            p.fragment_row, p.fragment_parent, p.fragment_entry, p.exit_fragment, p.exit_entry, 0 * p.entry_level,
             len(self.dout), device=self.dout.device,
         )  # fmt: skip
         stages = api.chunk_stages(x, tables)
@@ -69,22 +69,28 @@ class Case:
         tables, x, stages, back = self._true()
         entry_states, dexit = self.entry_states.double(), self.dexit.double()
         return [
-            api.outputs(x, stages, lambda: entry_states, tables),
+            run_forward(api.forward(x, stages, tables), entry_states),
             *api.exit_summary(x, stages, tables),
-            api.entry_cotangents(x, stages, back, entry_states, tables)[0],
-            *api.input_gradients(x, stages, back, entry_states, lambda: dexit, tables),
+            api.begin_backward(x, stages, back, entry_states, tables)[0],
+            *api.backward(x, stages, back, entry_states, tables).gradients(lambda: dexit),
         ]
 
     def run(self, tables: gdn.ChainTables) -> list[torch.Tensor]:
         """The Triton backend, in the order of `NAMES`."""
         x = self.inputs
         stages = gdn.chunk_stages(x, tables)
-        o = gdn.outputs(x, stages, lambda: self.entry_states, tables)
+        o = run_forward(gdn.forward(x, stages, tables), self.entry_states)
         summary = gdn.exit_summary(x, stages, tables)
         back = gdn.backward_stages(x, stages, self.dout, tables)
-        dentry, begun = gdn.entry_cotangents(x, stages, self.dout, back, self.entry_states, tables)
-        grads = gdn.input_gradients(x, stages, self.dout, back, begun, self.entry_states, lambda: self.dexit, tables)
-        return [o, *summary, dentry, *grads]
+        dentry, begun = gdn.begin_backward(x, stages, self.dout, back, self.entry_states, tables)
+        rest = gdn.backward(x, stages, self.dout, back, self.entry_states, tables, begun)
+        return [o, *summary, dentry, *rest.gradients(lambda: self.dexit)]
+
+
+def run_forward(rest: api.Forward, entry_states: torch.Tensor) -> torch.Tensor:
+    rest.run(0, None)
+    rest.run(1, entry_states)
+    return rest.outputs()
 
 
 def case(plan: GdnPlan, rank: int, sizes=(1, 2, 32, 32), keys: str = "low rank", slow: bool = True) -> Case:

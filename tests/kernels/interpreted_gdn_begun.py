@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import triton as gdn
-from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, packing
+from cp_engine.kernels.gdn.triton import backward_pass, forward_pass, packing
+from cp_engine.kernels.gdn.triton import walks as walks_module
 from cp_engine.sharding.gdn_plan import gdn_plan
 from cp_engine.sharding.layout import layout_from_cuts
 from tests.gdn_oracle import forest_of_segments, random_forest
@@ -82,7 +83,7 @@ def test_only_chains_that_lead_to_an_exit_are_walked_again(walks):
 @pytest.mark.parametrize("make", [leaves_case, trunk_case])
 def test_what_is_not_kept_is_walked_again(make, walks, monkeypatch):
     mine, kept = make(), make().run(make().tables())
-    monkeypatch.setattr(gdn, "KEPT_ROWS", 0)
+    monkeypatch.setattr(walks_module, "KEPT_ROWS", 0)
     walks.clear()
     again = mine.run(mine.tables())
     chains = len(mine.tables().waves[0].chains)
@@ -92,7 +93,7 @@ def test_what_is_not_kept_is_walked_again(make, walks, monkeypatch):
 
 @pytest.mark.parametrize("room", [0, 8])
 def test_waves_with_and_without_room_equal_the_reference(room, monkeypatch):
-    monkeypatch.setattr(gdn, "KEPT_ROWS", room)
+    monkeypatch.setattr(walks_module, "KEPT_ROWS", room)
     monkeypatch.setattr(CHAIN_TABLES, "WAVE", 3)
     waves = 0
     for rank, plan in enumerate(rank_plans(random_forest(0, 9), 0)):
@@ -108,12 +109,12 @@ def test_without_its_first_half_the_pass_is_whole():
     x, tables = mine.inputs, mine.tables()
     stages = gdn.chunk_stages(x, tables)
     back = gdn.backward_stages(x, stages, mine.dout, tables)
-    found = gdn.input_gradients(x, stages, mine.dout, back, None, mine.entry_states, lambda: mine.dexit, tables)
+    found = gdn.backward(x, stages, mine.dout, back, mine.entry_states, tables).gradients(lambda: mine.dexit)
     assert all(torch.equal(one, other) for one, other in zip(found, mine.run(tables)[-5:], strict=True))
 
 
 def test_a_wave_without_room_leaves_it_to_smaller_ones(monkeypatch):
-    monkeypatch.setattr(gdn, "KEPT_ROWS", 8)
+    monkeypatch.setattr(walks_module, "KEPT_ROWS", 8)
     monkeypatch.setattr(CHAIN_TABLES, "WAVE", 1)
     forest = forest_of_segments([(-1, 30), (0, 400), (0, 70), (0, 66)])
     layout = layout_from_cuts(np.array([0, 30, forest.tokens]), np.array([0, 1]), 2)
@@ -121,21 +122,21 @@ def test_a_wave_without_room_leaves_it_to_smaller_ones(monkeypatch):
     x, tables = mine.inputs, mine.tables()
     stages = gdn.chunk_stages(x, tables)
     back = gdn.backward_stages(x, stages, mine.dout, tables)
-    _, begun = gdn.entry_cotangents(x, stages, mine.dout, back, mine.entry_states, tables)
+    _, begun = gdn.begin_backward(x, stages, mine.dout, back, mine.entry_states, tables)
     assert [wave.rows for wave in tables.waves] == [7, 2, 2]
     assert [wave is not None for wave in begun.waves] == [False, True, True]
 
 
 @pytest.mark.parametrize("kept", [0, 4096])
 def test_states_of_a_wave_go_before_the_next_ones_are_made(kept, monkeypatch):
-    monkeypatch.setattr(gdn, "KEPT_ROWS", kept)
+    monkeypatch.setattr(walks_module, "KEPT_ROWS", kept)
     monkeypatch.setattr(CHAIN_TABLES, "WAVE", 1)
     forest = forest_of_segments([(-1, 30), (0, 80), (0, 70), (0, 66)])
     layout = layout_from_cuts(np.array([0, 30, forest.tokens]), np.array([0, 1]), 2)
     mine = case(gdn_plan(forest, layout, 1, "affine", 4), 1, (1, 1, 16, 16))
     tables = mine.tables()
     assert len(tables.waves) == 3
-    made, slots, held, exact_states, exact_gradients = [], [], [], forward_pass.States.empty, dqkwg.dqkwg
+    made, slots, held, exact_states, exact_gradients = [], [], [], forward_pass.States.empty, walks_module.dqkwg
 
     def count() -> None:
         gc.collect()  # the interpreter's own objects hold on to the arguments of its last kernel
@@ -154,7 +155,7 @@ def test_states_of_a_wave_go_before_the_next_ones_are_made(kept, monkeypatch):
         return exact_gradients(*arguments)
 
     monkeypatch.setattr(forward_pass.States, "empty", states)
-    monkeypatch.setattr(dqkwg, "dqkwg", gradients)
+    monkeypatch.setattr(walks_module, "dqkwg", gradients)
     mine.run(tables)
     assert held == ([0] * 3 + [0, 1, 2] + [3, 2, 1] if kept else [0] * 3 + [0, 1] * 3)
 

@@ -33,9 +33,8 @@ class Local:
         assert (self.exit_entry >= 0).any() and (self.exit_entry < 0).any()
 
     def tables(self, chunk_size: int = 64):
-        return gdn.chunk_tables(
-            self.row, self.parent, self.entry, self.exit_fragment, self.exit_entry, self.entries, self.rows, chunk_size
-        )
+        crossing = (self.exit_fragment, self.exit_entry, np.zeros(self.entries, int))
+        return gdn.chunk_tables(self.row, self.parent, self.entry, *crossing, self.rows, chunk_size)
 
     def inputs(self, seed: int, keys: str, slow: bool) -> gdn.Inputs:
         rng = torch.Generator().manual_seed(seed)
@@ -74,11 +73,18 @@ def run_kernel(inputs, entry_states, dout, dexit, tables):
     """Outputs, exit states rebuilt from their affine maps, gradients of the inputs, and entry cotangents."""
     stages = gdn.chunk_stages(inputs, tables)
     exits, transition = gdn.exit_summary(inputs, stages, tables)
-    out = gdn.outputs(inputs, stages, lambda: entry_states, tables)
+    out = run_forward(inputs, stages, entry_states, tables)
     back = gdn.backward_stages(inputs, stages, dout, tables)
-    dentry, back = gdn.entry_cotangents(inputs, stages, back, entry_states, tables)
-    grads = gdn.input_gradients(inputs, stages, back, entry_states, lambda: dexit, tables)
+    dentry, back = gdn.begin_backward(inputs, stages, back, entry_states, tables)
+    grads = gdn.backward(inputs, stages, back, entry_states, tables).gradients(lambda: dexit)
     return out, exits, transition, grads, dentry
+
+
+def run_forward(inputs, stages, entry_states, tables):
+    rest = gdn.forward(inputs, stages, tables)
+    rest.run(0, None)
+    rest.run(1, entry_states)
+    return rest.outputs()
 
 
 def case(seed, keys="random", slow=True):
@@ -157,13 +163,19 @@ def test_blocks_and_steps_do_not_change_results(monkeypatch):
 def test_scalar_closed_form():
     # k = 1, beta = 1/2, no decay: parent v = 4, 0 gives states 2, 1; children v = 2 | v = 6 give 1.5 | 3.5.
     tables = gdn.chunk_tables(
-        np.array([0, 2, 3, 4]), np.array([-1, 0, 0]), np.full(3, -1), np.array([1, 2]), np.array([-1, -1]), 0, rows=4
+        np.array([0, 2, 3, 4]),
+        np.array([-1, 0, 0]),
+        np.full(3, -1),
+        np.array([1, 2]),
+        np.array([-1, -1]),
+        np.empty(0, int),
+        rows=4,
     )
     one = torch.ones(4, 1, 1, dtype=torch.float64)
     v = torch.tensor([4.0, 0, 2, 6], dtype=torch.float64).view(4, 1, 1)
     inputs = gdn.Inputs(one, one, v, 0 * one[..., 0], 0.5 * one[..., 0])
     stages = gdn.chunk_stages(inputs, tables)
-    out = gdn.outputs(inputs, stages, lambda: v.new_zeros(0, 1, 1, 1), tables)
+    out = run_forward(inputs, stages, v.new_zeros(0, 1, 1, 1), tables)
     exits, transition = gdn.exit_summary(inputs, stages, tables)
     assert out.flatten().tolist() == [2, 1, 1.5, 3.5]
     assert exits.flatten().tolist() == [1.5, 3.5] and len(transition) == 0
@@ -171,7 +183,7 @@ def test_scalar_closed_form():
 
 def test_no_rows():
     empty = np.empty(0, np.int64)
-    tables = gdn.chunk_tables(np.array([0]), empty, empty, empty, empty, 0, rows=1)
+    tables = gdn.chunk_tables(np.array([0]), empty, empty, empty, empty, empty, rows=1)
     inputs = gdn.Inputs(*(torch.ones(1, 2, 3) for _ in range(3)), torch.zeros(1, 2), torch.ones(1, 2))
     none = torch.zeros(0, 2, 3, 3)
     out, exits, transition, grads, dentry = run_kernel(inputs, none, torch.ones(1, 2, 3), none, tables)
@@ -185,7 +197,7 @@ def test_short_segments_take_few_steps():
     row = np.concatenate([[0, 1], 1 + 2 * np.arange(1, leaves_ + 1)])
     parent = np.concatenate([[-1], np.zeros(leaves_, np.int64)])
     none = np.empty(0, np.int64)
-    tables = gdn.chunk_tables(row, parent, np.full(len(parent), -1), none, none, 0, rows=int(row[-1]))
+    tables = gdn.chunk_tables(row, parent, np.full(len(parent), -1), none, none, none, rows=int(row[-1]))
     assert len(tables.steps) == 1 + -(-leaves_ // chunks.MAX_STEP)
     assert tables.slots == 2 and tables.groups[0].width == chunks.MIN_WIDTH
 
@@ -193,4 +205,4 @@ def test_short_segments_take_few_steps():
 def test_chunk_size_is_checked():
     none = np.empty(0, np.int64)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        gdn.chunk_tables(np.array([0]), none, none, none, none, 0, rows=1, chunk_size=0)
+        gdn.chunk_tables(np.array([0]), none, none, none, none, none, rows=1, chunk_size=0)

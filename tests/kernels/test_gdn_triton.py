@@ -37,6 +37,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
         "interpreted_gdn_options",
         "interpreted_gdn_packing",
         "interpreted_gdn_rounding",
+        "interpreted_gdn_rounds",
         "interpreted_gdn_twigs",
     ],
 )
@@ -63,7 +64,7 @@ def test_refusals_name_the_remedy(monkeypatch):
     p = mine.plan
     arrays = (p.fragment_row, p.fragment_parent, p.fragment_entry, p.chain_fragment, p.chain_level)
     with pytest.raises(ValueError, match="chunk_size of the Triton backend must be 16, 32 or 64, got 20"):
-        gdn.chain_tables(*arrays, p.exit_fragment, p.exit_entry, 0, len(mine.dout), chunk_size=20)
+        gdn.chain_tables(*arrays, p.exit_fragment, p.exit_entry, p.entry_level, len(mine.dout), chunk_size=20)
 
 
 @pytest.fixture(scope="module", autouse=True)

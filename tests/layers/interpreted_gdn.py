@@ -9,7 +9,7 @@ import torch
 
 from cp_engine.kernels.conv import Channels, conv_tables, qkv, qkv_backward, rows_backward
 from cp_engine.kernels.conv import triton as conv_triton
-from cp_engine.kernels.gdn.triton import solve_backward
+from cp_engine.kernels.gdn.triton import walks
 from cp_engine.layer_memory import recurrence_bytes
 from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
@@ -126,13 +126,13 @@ def test_backward_holds_what_the_memory_model_counts(heads, monkeypatch):
     """Of full chunks, in float32."""
     single_configurations()
     monkeypatch.setattr(conv_triton, "SPLITS", 1)  # partial sums of the convolution's weight are nothing to many tokens
-    exact = solve_backward.solve_backward
+    exact = walks.solve_backward
 
     def without_states(*arguments):
         gc.collect()  # the interpreter's own objects hold on to the arguments of its last kernel
         return exact(*arguments)
 
-    monkeypatch.setattr(solve_backward, "solve_backward", without_states)
+    monkeypatch.setattr(walks, "solve_backward", without_states)
     tokens = 256
     forest = forest_of_segments([(-1, tokens)])
     tables = gdn_tables(gdn_plan(forest, layout_from_cuts([0, tokens], [0], 1), 0, "affine", 4), 0)

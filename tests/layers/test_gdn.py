@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import state_pass
-from cp_engine.layers import gdn_mixer
+from cp_engine.layers import gdn_crossing
 from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
+from cp_engine.sharding import gdn_plan as planning
+from cp_engine.sharding.exchange import state_rounds
 from cp_engine.sharding.exchange import states as state_exchange
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_plan import gdn_plan
@@ -157,6 +159,21 @@ def test_every_rollout_alone(world):
         assert max(errors) <= 1e-11, (case, errors)
 
 
+def run_with_rounds(most: int, cases):
+    with mock.patch.object(planning, "MOST_ROUNDS", most):
+        return run_rank(cases, poison=True)
+
+
+@pytest.mark.parametrize("most", [0, 99], ids=["maps", "handed on"])
+def test_both_ways_across_ranks_for_every_layout(most):
+    cases = [case for case in cases_for(3) if case[2] == "affine"]
+    ranks = run_ranks(3, run_with_rounds, most, cases)
+    for index, case in enumerate(cases):
+        actual = assemble([rank[index] for rank in ranks], forest_named(case[0]).tokens)
+        errors = relative_errors(actual, truth(case[0], case[3]))
+        assert max(errors) <= 1e-11, (case, errors)
+
+
 def test_parent_and_children_on_three_ranks():
     forest = forest_named("star")
     layout = layout_named(forest, "dealt", 3)
@@ -225,16 +242,26 @@ def drop_transitions(dentry, transition, tables, group, exact=state_exchange.fol
     return exact(dentry, 0 * transition, tables, group)
 
 
+def forget_what_arrives(exits, tables, transport, exact=state_rounds.hand_on):
+    return 0 * exact(exits, tables, transport)
+
+
+def forget_what_returns(dentry, tables, exits, transport, exact=state_rounds.hand_back):
+    return 0 * exact(dentry, tables, exits, transport)
+
+
 FAULTS = {
     "forgotten entry state": (state_pass, "place_entry_states", forget_entry_states),
     "swapped sibling state": (state_pass, "read_states", swap_siblings),
     "dropped dH sum": (state_pass, "add_to_parents", last_child_only),
-    "dropped A in backward": (gdn_mixer, "fold_exit_cotangents", drop_transitions),
+    "dropped A in backward": (gdn_crossing, "fold_exit_cotangents", drop_transitions),
+    "forgotten state handed on": (gdn_crossing, "hand_on", forget_what_arrives),
+    "forgotten gradient handed back": (gdn_crossing, "hand_back", forget_what_returns),
 }
 
 
 def run_with_fault(name: str, cases):
-    with mock.patch.object(*FAULTS[name]):
+    with mock.patch.object(*FAULTS[name]), mock.patch.object(planning, "MOST_ROUNDS", 99 if "handed" in name else 0):
         return run_rank(cases)
 
 
@@ -281,14 +308,13 @@ def test_bfloat16_states_are_float32():
     mixed, weight = (x.bfloat16().requires_grad_() for x in (case.mixed, case.weight))
     g, beta = (x.float().requires_grad_() for x in (case.g, case.beta))
     seen = []
-    exact = state_pass.run_states
+    exact = state_pass.ForwardStates.run
 
-    def record(stages, chunks, entry_states):
-        states, values = exact(stages, chunks, entry_states)
-        seen.append(states.dtype)
-        return states, values
+    def record(states, turn, entry_states):
+        exact(states, turn, entry_states)
+        seen.append(states.states.dtype)
 
-    with mock.patch("cp_engine.kernels.gdn.reference.run_states", record):
+    with mock.patch.object(state_pass.ForwardStates, "run", record):
         o = start_gated_delta_rule(mixed, weight, g, beta, tables, None, HEADS)()
         o.backward(case.dout.bfloat16())
     assert set(seen) == {torch.float32} and o.dtype == torch.bfloat16

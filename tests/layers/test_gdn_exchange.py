@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gdn_ranks import layer_module
-from cp_engine.layers import gdn_mixer
+from cp_engine.layers import gdn_crossing, gdn_mixer
 from cp_engine.layers.attention import attention_tables, tree_attention
 from cp_engine.layers.gdn import start_gated_delta_rule
 from cp_engine.layers.gdn_tables import GdnHeads, gdn_tables
 from cp_engine.pack import PACK_KEYWORD
+from cp_engine.sharding import gdn_plan as planning
 from cp_engine.sharding.attention_plan import attention_plan
 from cp_engine.sharding.exchange import in_flight, peer
 from cp_engine.sharding.exchange.in_flight import InFlight
@@ -100,18 +101,23 @@ def test_faults_of_the_protocol_show(fault):
     assert not max(errors) <= 1e-3  # or not a number
 
 
-def layer_and_rows():
+def layer_and_rows(group=None):
     module = layer_module(GdnHeads(2, 4, 8, 8), 16, torch.device("cpu"), torch.float64)
     forest = forest_named("star")
-    tables = gdn_tables(gdn_plan(forest, contiguous_layout(forest, 1), 0, "affine", 4), 0)
+    rank, world = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+    layout = contiguous_layout(forest, world)
+    tables = gdn_tables(gdn_plan(forest, layout, rank, "affine", 4), rank)
     rows = torch.randn(1, forest.tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pack = SimpleNamespace(gdn=tables, group=None)
+    rows = rows[:, torch.as_tensor(layout.rank_tokens(rank))]
+    pack = SimpleNamespace(gdn=tables, group=group)
     return module, rows.requires_grad_(), {PACK_KEYWORD: pack}
 
 
-def events(kinds: frozenset | None = None) -> list[str]:
-    """What a layer starts and waits for, and when it computes its output gate, in order, forward and backward."""
-    module, rows, pack = layer_and_rows()
+def events(kinds: frozenset | None, most_rounds: int) -> list[str]:
+    """What a layer starts and waits for on a rank, and when it computes its output gate, forward and backward."""
+    with mock.patch.object(planning, "MOST_ROUNDS", most_rounds):
+        module, rows, pack = layer_and_rows(dist.group.WORLD)
+    assert len(pack[PACK_KEYWORD].gdn.rounds) == min(1, most_rounds)
     seen: list[str] = []
 
     class Recorded(InFlight):
@@ -127,7 +133,7 @@ def events(kinds: frozenset | None = None) -> list[str]:
 
     module.in_proj_z.register_forward_hook(lambda *_: seen.append("gate"))
     module.in_proj_z.weight.register_hook(lambda _: seen.append("gate's gradient"))
-    with mock.patch.object(gdn_mixer, "InFlight", Recorded):
+    with mock.patch.object(gdn_mixer, "InFlight", Recorded), mock.patch.object(gdn_crossing, "InFlight", Recorded):
         if kinds is None:
             out = module(rows, **pack)
         else:
@@ -146,18 +152,23 @@ def events(kinds: frozenset | None = None) -> list[str]:
 
 HISTORY, STATES = ["start 0", "wait 0"], ["start 1", "gate", "wait 1"]
 PULLED = ["start {0}", "gate's gradient", "wait {0}", "start {1}", "wait {1}"]
+WAYS = pytest.mark.parametrize("most_rounds", [0, 2], ids=["maps", "handed on"])
 
 
-def test_the_output_gate_is_computed_while_states_and_their_gradients_move():
+@WAYS
+def test_the_output_gate_is_computed_while_states_and_their_gradients_move(most_rounds):
     pulled = [event.format(2, 3) for event in PULLED]
-    assert events() == [*HISTORY, *STATES, "backward", *pulled]
+    for seen in run_ranks(2, events, None, most_rounds):
+        assert seen == [*HISTORY, *STATES, "backward", *pulled]
 
 
+@WAYS
 @pytest.mark.parametrize("kinds", [frozenset({"exchange"}), frozenset({"exchange", "mixer"})], ids=["rows", "mixers"])
-def test_a_recomputed_layer_has_the_same_order(kinds):
+def test_a_recomputed_layer_has_the_same_order(kinds, most_rounds):
     again = ["start 2", "wait 2", "start 3", "gate", "wait 3"] if "mixer" not in kinds else ["gate"]
     pulled = [event.format(*((2, 3) if "mixer" in kinds else (4, 5))) for event in PULLED]
-    assert events(kinds) == [*HISTORY, *STATES, "backward", *again, *pulled]
+    for seen in run_ranks(2, events, kinds, most_rounds):
+        assert seen == [*HISTORY, *STATES, "backward", *again, *pulled]
 
 
 def test_a_layer_with_two_graphs_alive_keeps_them_apart():
@@ -172,7 +183,7 @@ def test_a_layer_with_two_graphs_alive_keeps_them_apart():
 
 def test_the_convolution_goes_backward_without_what_the_recurrence_held(monkeypatch):
     module, rows, pack = layer_and_rows()
-    exact, exact_convolution = gdn_mixer.gdn.input_gradients, gdn_mixer.conv.qkv_backward
+    exact, exact_convolution = gdn_crossing.gdn.backward, gdn_mixer.conv.qkv_backward
     held, left = [], []
 
     def gradients(inputs, stages, back, *rest):
@@ -183,7 +194,7 @@ def test_the_convolution_goes_backward_without_what_the_recurrence_held(monkeypa
         left.extend(each() for each in held if each() is not None)
         return exact_convolution(*arguments)
 
-    monkeypatch.setattr(gdn_mixer.gdn, "input_gradients", gradients)
+    monkeypatch.setattr(gdn_crossing.gdn, "backward", gradients)
     monkeypatch.setattr(gdn_mixer.conv, "qkv_backward", convolution)
     module(rows, **pack).sum().backward()
     assert len(held) > 5 and not left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cp_engine.sharding import gdn_plan as planning
 from cp_engine.sharding.gdn_plan import GdnPlan, gdn_plan
 from cp_engine.sharding.layout import Layout
 from tests.forests import Rows
@@ -109,6 +110,61 @@ def check_crossings(rows: Rows, layout: Layout, fragments: list[list[list[int]]]
         assert exits == {token for _, token in crossing if layout.owner[token] == rank}
         assert len(plan.exit_fragment) == len(exits)
         assert plan.fold.entry_counts[rank] == len({token for reader, token in crossing if reader == rank})
+
+
+def hand_on_paths(plans: list[GdnPlan], fragments: list[list[list[int]]]) -> list[list[list[int]]]:
+    """What each fragment ends with when "the tokens so far" is the state and rounds carry it; a state must be there in
+    the round that sends it, and each entry must be given one, once."""
+    given: list[dict[int, list[int]]] = [{} for _ in plans]  # by entry slot
+
+    def ends_of(rank: int) -> list[list[int] | None]:
+        plan, ends = plans[rank], []
+        for index, own in enumerate(fragments[rank]):
+            parent, entry = int(plan.fragment_parent[index]), int(plan.fragment_entry[index])
+            above = ends[parent] if parent >= 0 else given[rank].get(entry) if entry >= 0 else []
+            ends.append(None if above is None else above + own)
+        return ends
+
+    for number in range(len(plans[0].rounds)):
+        sent: dict[tuple[int, int], list] = {}
+        for rank, plan in enumerate(plans):
+            ends, moves = ends_of(rank), plan.rounds[number].moves
+            leaving = iter(plan.rounds[number].exits.tolist())
+            for reader, count in enumerate(moves.send_counts):
+                sent[rank, reader] = [ends[plan.exit_fragment[next(leaving)]] for _ in range(count)]
+            assert next(leaving, None) is None
+        for rank, plan in enumerate(plans):
+            arriving = iter(plan.rounds[number].entries.tolist())
+            for sender in range(len(plans)):
+                for state in sent[sender, rank]:
+                    slot = next(arriving)
+                    assert state is not None and slot not in given[rank] and plan.entry_level[slot] == number
+                    given[rank][slot] = state
+            assert next(arriving, None) is None
+    return [ends_of(rank) for rank in range(len(plans))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_states_handed_on(seed, monkeypatch):
+    rows, layout = case(seed)
+    monkeypatch.setattr(planning, "MOST_ROUNDS", 99)
+    plans = [gdn_plan(rows.forest, layout, rank, "affine", 4) for rank in range(layout.world)]
+    tokens = [layout.rank_tokens(rank).tolist() for rank in range(layout.world)]
+    fragments = [check_fragments(rows, tokens[rank], plan) for rank, plan in enumerate(plans)]
+    for rank, ends in enumerate(hand_on_paths(plans, fragments)):
+        for fragment, path in zip(fragments[rank], ends, strict=True):
+            assert path == rows.paths[fragment[-1]]
+
+
+def test_deep_crossings_are_left_to_maps():
+    deep = [case(seed) for seed in SEEDS]
+    for rows, layout in deep:
+        plan = gdn_plan(rows.forest, layout, 0, "affine", 4)
+        by_maps = plan.fold.rounds > planning.MOST_ROUNDS
+        assert len(plan.rounds) == (0 if by_maps else plan.fold.rounds)
+        assert not (by_maps and plan.entry_level.any())
+    found = {min(gdn_plan(r.forest, layout, 0, "affine", 4).fold.rounds, 3) for r, layout in deep}
+    assert found == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -169,6 +169,7 @@ def run_adjoint(
     walk: StatePass,
     chunk_size: int,
     half: HalfAdjoint | None = None,
+    dentry: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What the gradients of the inputs need of the reverse state pass, for the chunks of one wave.
 
@@ -180,6 +181,7 @@ def run_adjoint(
         dexit: float32 [X, H, K, V] gradients of the exit states; None for a wave without exits.
         half: what `begin_adjoint` made of this wave; then only chains that lead to an exit are walked, with no other
             pass beside them.
+        dentry: float32 [Y, H, K, V], to which the gradients of the entry states are added; None where nobody asks.
 
     Returns:
         Gradients of the states in rows [R, H, K, V] in the dtype of ``dv_local``; those of entries are not written.
@@ -190,11 +192,14 @@ def run_adjoint(
     tensors = (q, k, w, dout, decay, ends, dv_local, dexit)
     for number, level in reversed(list(enumerate(walk.levels))):
         if half is None:
-            end, starts = level.end, below.new_empty((level.end - level.begin if number else 0, *below.shape[1:]))
+            kept = number > 0 or dentry is not None
+            end, starts = level.end, below.new_empty((level.end - level.begin if kept else 0, *below.shape[1:]))
         else:
             end, starts = level.open_end, half.starts[number]
         _launch(tensors, below, starts, drows, level.begin, walk, number, end, chunk_size, alone=half is not None)
         below = starts
+    if dentry is not None:
+        _add_to_entries(below, walk, dentry)
     return drows
 
 
@@ -217,12 +222,17 @@ def begin_adjoint(
         starts.insert(0, below.new_empty((level.end - level.begin, *below.shape[1:])))
         _launch(tensors, below, starts[0], drows, level.open_end, walk, number, level.end, chunk_size, alone=not keep)
         below = starts[0]
-    elements = dentry[0].numel()
-    grid = (len(dentry), triton.cdiv(elements, SUM_ELEMENTS))
-    _sum_kernel[grid](below, walk.reader_ptr, walk.reader, dentry, ELEMENTS=elements, BLOCK=SUM_ELEMENTS)
+    _add_to_entries(below, walk, dentry)
     if not keep:
         return None
     return HalfAdjoint(drows, starts if walk.exits else [])
+
+
+def _add_to_entries(starts: torch.Tensor, walk: StatePass, dentry: torch.Tensor) -> None:
+    """Add the gradients that the chains of the first level start from, float32 [C, H, K, V], to those of entries."""
+    elements = dentry[0].numel()
+    grid = (len(dentry), triton.cdiv(elements, SUM_ELEMENTS))
+    _sum_kernel[grid](starts, walk.reader_ptr, walk.reader, dentry, ELEMENTS=elements, BLOCK=SUM_ELEMENTS)
 
 
 def _rows_of(k: torch.Tensor, dv_local: torch.Tensor, walk: StatePass) -> torch.Tensor:

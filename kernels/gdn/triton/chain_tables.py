@@ -15,8 +15,9 @@ its share of the parent's state gradient is formed by the parent's chain when it
 no slot, and a branch point of nothing but twigs keeps no float32 state.
 
 The pass over everything runs in *waves* of whole trees, so that rows and slots of all trees do not live at once. Trees
-below an entry, and trees above an exit, have waves of their own: the others need not wait for other ranks. Inside a
-level the chains that lead to an exit come first: in backward only they have to wait.
+of each *turn* have waves of their own, 0 without an entry and else one more than the round in which the entry's state
+arrives; and so have trees above an exit: nobody need wait for what only others need. Inside a level the chains that
+lead to an exit come first: where maps are folded only they have to wait in backward.
 
 Shapes: F fragments, N chunks, C chains of a pass, W its twigs, S slots, B slots and branch points without, R rows,
 Y entries, X exits.
@@ -65,13 +66,20 @@ class StatePass:
     levels: tuple[Level, ...]  # parents first
     slots: int
     rows: int
-    below: bool  # some chunk stands below an entry
+    turn: int  # of its trees
     exits: bool  # some chunk ends at an exit
+    exit: torch.Tensor  # int64 [x] the exits that it ends at
+    exit_slot: torch.Tensor  # int64 [x] and their slots
     reader_ptr: torch.Tensor  # int32 [B + 1]
     reader: torch.Tensor  # int32 [C] chains that start from each slot
     twig_ptr: torch.Tensor  # int32 [B + 1]
     twigs: torch.Tensor  # int32 [W] chunks that are twigs of each branch point
     branch_twigs: bool  # some twig stands at a branch point, not below an entry or a root of its own
+
+    @property
+    def below(self) -> bool:
+        """Its trees stand below entries."""
+        return self.turn > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,22 +94,22 @@ class ChainTables:
     packed: bool  # some chunk holds several fragments
     chunks: int
     entries: int
+    exits: int
     waves: tuple[StatePass, ...]  # together everything
     summary: StatePass  # only what leads to an exit
-    exit_slot: torch.Tensor  # int64 [X] in the slots of ``summary``
-    through_slot: torch.Tensor  # int64 [XA] those of the exits that are affine in an entry
+    through_slot: torch.Tensor  # int64 [XA] in the slots of ``summary``, of the exits that are affine in an entry
 
 
 @dataclass(frozen=True, eq=False)
 class _Fragments:
-    """Per fragment: parent or -1, entry or -1, chain, first and last chunk, below an entry, at or above an exit."""
+    """Per fragment: parent or -1, entry or -1, chain, first and last chunk, turn, at or above an exit."""
 
     parent: np.ndarray
     entry: np.ndarray
     chain: np.ndarray
     first_chunk: np.ndarray
     last_chunk: np.ndarray
-    below: np.ndarray
+    turn: np.ndarray
     to_exit: np.ndarray
 
 
@@ -113,7 +121,7 @@ def chain_tables(
     chain_level: np.ndarray,
     exit_fragment: np.ndarray,
     exit_entry: np.ndarray,
-    entries: int,
+    entry_level: np.ndarray,
     rows: int,
     chunk_size: int = 64,
     device: torch.device | str = "cpu",
@@ -128,17 +136,17 @@ def chain_tables(
     chain = np.repeat(np.arange(len(chain_level)), np.diff(chain_fragment))
     of = packed_fragments(fragment_row, fragment_parent, fragment_entry, chain, chain_level, exit_fragment, chunk_size)
     packed = len(of.parent) != len(fragment_parent) or not np.array_equal(of.row, fragment_row)
-    return _chain_tables(of, exit_entry, entries, rows, chunk_size, packed, device)
+    return _chain_tables(of, exit_entry, entry_level, rows, chunk_size, packed, device)
 
 
 def _chain_tables(
-    of: Fragments, exit_entry: np.ndarray, entries: int, rows: int, chunk_size: int, packed: bool, device
+    of: Fragments, exit_entry: np.ndarray, entry_level: np.ndarray, rows: int, chunk_size: int, packed: bool, device
 ) -> ChainTables:
-    fragment_row, exit_fragment, chain_level = of.row, of.exit, of.level
+    fragment_row, exit_fragment, chain_level, entries = of.row, of.exit, of.level, len(entry_level)
     count = -(-np.diff(fragment_row) // chunk_size)
     last_chunk = np.cumsum(count) - 1
-    below, to_exit = _walk(of.parent, of.entry, exit_fragment)
-    fragments = _Fragments(of.parent, of.entry, of.chain, last_chunk - count + 1, last_chunk, below, to_exit)
+    turn, to_exit = _walk(of.parent, of.entry, entry_level, exit_fragment)
+    fragments = _Fragments(of.parent, of.entry, of.chain, last_chunk - count + 1, last_chunk, turn, to_exit)
     fragment = np.repeat(np.arange(len(count)), count)
     place = np.arange(len(fragment)) - fragments.first_chunk[fragment]
     start = np.asarray(fragment_row)[fragment] + place * chunk_size
@@ -158,7 +166,7 @@ def _chain_tables(
         table[part.members] = part.chunks[part.members]
     on_device = torch.as_tensor(table.astype(np.int32), device=device)
     waves = [replace(part, chunks=on_device) for part in waves]
-    exit_slot = torch.as_tensor(summary.chunks[last_chunk[exit_fragment], 2], device=device)
+    through = np.flatnonzero(exit_entry >= 0)
     return ChainTables(
         rows=rows,
         tokens=int(fragment_row[-1]),
@@ -170,25 +178,26 @@ def _chain_tables(
         packed=packed,
         chunks=len(fragment),
         entries=entries,
+        exits=len(exit_fragment),
         waves=tuple(_on_device(part, device) for part in waves),
         summary=_on_device(summary, device),
-        exit_slot=exit_slot,
-        through_slot=exit_slot[torch.as_tensor(np.flatnonzero(exit_entry >= 0), device=device)],
+        through_slot=torch.as_tensor(summary.exit_slot[through], device=device),
     )
 
 
-def _walk(parent, entry, exit_fragment) -> tuple[np.ndarray, np.ndarray]:
-    """Per fragment: whether it stands below an entry, and whether an exit stands at or below it."""
-    below, up = (np.asarray(entry) >= 0).tolist(), np.asarray(parent).tolist()
+def _walk(parent, entry, entry_level, exit_fragment) -> tuple[np.ndarray, np.ndarray]:
+    """Per fragment: the turn of its tree, and whether an exit stands at or below it."""
+    turns = np.append(1 + np.asarray(entry_level, np.int64), 0)  # last cell: no entry
+    turn, up = turns[np.asarray(entry, np.int64)].tolist(), np.asarray(parent).tolist()
     to_exit = np.zeros(len(up), bool)
     to_exit[exit_fragment] = True
     for f, p in enumerate(up):
         if p >= 0:
-            below[f] = below[p]
+            turn[f] = turn[p]
     for f in range(len(up) - 1, -1, -1):
         if up[f] >= 0 and to_exit[f]:
             to_exit[up[f]] = True
-    return np.asarray(below, bool), to_exit
+    return np.asarray(turn, np.int64), to_exit
 
 
 def _waves(of: _Fragments, chunks: np.ndarray) -> np.ndarray:
@@ -201,7 +210,7 @@ def _waves(of: _Fragments, chunks: np.ndarray) -> np.ndarray:
     inner |= chunks[of.last_chunk, 3] >= 0
     weight = np.bincount(top, of.last_chunk - of.first_chunk + 3 * inner, minlength=len(top)).astype(np.int64)
     tops = np.flatnonzero(top == np.arange(len(top)))
-    kind = 2 * of.below[tops] + of.to_exit[tops]
+    kind = 2 * of.turn[tops] + of.to_exit[tops]
     wave, filled, number, open_kind = np.zeros(len(top), np.int64), 0, -1, -1
     for place in np.argsort(kind, kind="stable").tolist():
         tree = tops[place]
@@ -252,18 +261,19 @@ def _state_pass(
     leads_out = of.to_exit[head]
     order = np.lexsort((-length, ~leads_out, level[number]))
     order = order[~twig[order]]
-    chains = np.stack([of.first_chunk[head], length, starts_from, of.below[head]], 1)[order]
+    chains = np.stack([of.first_chunk[head], length, starts_from, of.turn[head] > 0], 1)[order]
     bounds = np.append(np.unique(level[number][order], return_index=True)[1], len(order)).tolist()
     spans = zip(bounds[:-1], bounds[1:], strict=True)
     levels = tuple(Level(begin, begin + int(leads_out[order[begin:end]].sum()), end) for begin, end in spans)
     reader, reader_ptr = _by_slot(chains[:, 2], 1 + entries + len(ends))
     places, twig_ptr = _by_slot(starts_from[twig], 1 + entries + len(ends))
     twigs = of.first_chunk[head[twig]][places]
-    below, exits = bool((of.below & kept).any()), bool((of.to_exit & kept).any())
-    slots = 1 + entries + int(stored.sum())
+    exits = members[table[members, 3] >= 0]
+    exits = exits[np.argsort(table[exits, 3])]
+    turn, slots = int(of.turn[kept].max(initial=0)), 1 + entries + int(stored.sum())
     return StatePass(
-        table, members, chains, levels, slots, rows, below, exits, reader_ptr, reader, twig_ptr, twigs,
-        branch_twigs=bool((starts_from[twig] > entries).any()),
+        table, members, chains, levels, slots, rows, turn, bool(len(exits)), table[exits, 3], table[exits, 2],
+        reader_ptr, reader, twig_ptr, twigs, branch_twigs=bool((starts_from[twig] > entries).any()),
     )  # fmt: skip
 
 
@@ -303,4 +313,6 @@ def _rows(of: _Fragments, table: np.ndarray, kept: np.ndarray, branches: np.ndar
 
 def _on_device(walk: StatePass, device) -> StatePass:
     arrays = {name: value for name, value in vars(walk).items() if isinstance(value, np.ndarray)}
-    return replace(walk, **{name: torch.as_tensor(x.astype(np.int32), device=device) for name, x in arrays.items()})
+    indices = ("exit", "exit_slot")  # of whole tensors
+    made = {name: x.astype(np.int64 if name in indices else np.int32) for name, x in arrays.items()}
+    return replace(walk, **{name: torch.as_tensor(x, device=device) for name, x in made.items()})
