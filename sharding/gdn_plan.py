@@ -19,8 +19,9 @@ from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.row_exchange import Moves, RowExchange, TokenOrder, row_exchange, token_order
 
 GDN_EXCHANGES = ("affine", "ulysses")
-# Rounds up to which states are handed on: with two, every trunk may be cut in two and its branches lie on both ranks.
-MOST_ROUNDS = 2
+# Rounds up to which states are handed on: with three, two ranks may have alternate quarters of every trunk and branches
+# of it.
+MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,15 @@ class GdnPlan:
     @property
     def fragments(self) -> int:
         return len(self.fragment_parent)
+
+    @property
+    def awaited_turn(self) -> int:
+        """The turn of this rank's first trees, if other ranks wait for states of those; else 0. A tree's turn is 0
+        without an entry, else one more than the round in which its state arrives."""
+        turns = np.append(1 + self.entry_level, 0)  # last cell: no entry
+        of_trees = turns[self.fragment_entry[self.fragment_parent < 0]]
+        first = int(of_trees.min(initial=len(self.rounds)))
+        return first if first in turns[self.exit_entry] else 0
 
 
 def gdn_plan(forest: Forest, layout: Layout, rank: int, exchange: str, conv_width: int) -> GdnPlan:

@@ -28,23 +28,32 @@ class HandedOn:
     def __init__(self, tables: GdnTables, backend: str, transport: Transport | None):
         self._rounds, self._transport = tables.rounds, transport
         self._tables, self._entries = tables.of_backend(backend), tables.entries
+        self._awaited_turn = tables.plan.awaited_turn
         self._exits = len(tables.plan.exit_fragment)
 
     def start(self, inputs: gdn.Inputs, stages) -> None:
         self._forward = gdn.forward(inputs, stages, self._tables)
         shape = (self._entries, inputs.v.shape[1], inputs.k.shape[2], inputs.v.shape[2])
         self._entry_states = inputs.v.new_empty(shape, dtype=accumulation_dtype(inputs.v.dtype))
-        self._moving = self._hand_on(0)
+        self._turn, self._moving = 0, self._hand_on(0)
+        # A product of the caller's would fill the card and hold up the ranks that wait for this one.
+        while self._turn < self._awaited_turn:
+            self._arrive()
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """o, entry states [Y, H, K, V], and no A."""
-        self._forward.run(0, None)
-        for turn, of_round in enumerate(self._rounds, 1):
-            (arrived,) = self._moving.wait()
-            self._entry_states.index_copy_(0, of_round.entries, arrived)
-            self._moving = self._hand_on(turn)
-            self._forward.run(turn, self._entry_states)
+        for turn in range(len(self._rounds) + 1):
+            if turn > self._turn:
+                self._arrive()
+            self._forward.run(turn, self._entry_states if turn else None)
         return self._forward.outputs(), self._entry_states, self._entry_states.new_empty(0)
+
+    def _arrive(self) -> None:
+        """The states that the next turn starts from, and off with those that others wait for."""
+        (arrived,) = self._moving.wait()
+        self._entry_states.index_copy_(0, self._rounds[self._turn].entries, arrived)
+        self._turn += 1
+        self._moving = self._hand_on(self._turn)
 
     def _hand_on(self, number: int) -> InFlight | None:
         if number == len(self._rounds):
