@@ -72,8 +72,12 @@ class DistributedModel(ABC):
         """Read what `save_tensors` wrote of a `checkpoint_state`."""
 
 
-def make_optimizer(parameters, optimizer: OptimizerConfig) -> torch.optim.Optimizer:
-    """The configured optimizer for parameters or parameter groups."""
+def make_optimizer(parameters, optimizer: OptimizerConfig, fused: bool = False) -> torch.optim.Optimizer:
+    """The configured optimizer for parameters or parameter groups.
+
+    Args:
+        fused: one kernel reads and writes each number once, where torch's own loops do so for every operation.
+    """
     if optimizer.name == "sgd":
         return torch.optim.SGD(parameters, lr=optimizer.lr, weight_decay=optimizer.weight_decay)
     return torch.optim.AdamW(
@@ -82,6 +86,7 @@ def make_optimizer(parameters, optimizer: OptimizerConfig) -> torch.optim.Optimi
         betas=optimizer.betas,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
+        fused=fused or None,
     )
 
 
@@ -104,7 +109,8 @@ class TorchModel(DistributedModel):
         for parameter in updated.values():
             by_kind.setdefault(type(parameter.data), []).append(parameter)
         # A frozen model has no parameters for one.
-        self.optimizer = make_optimizer([{"params": group} for group in by_kind.values() or ([],)], optimizer)
+        fused = bool(updated) and all(parameter.is_cuda for parameter in updated.values())
+        self.optimizer = make_optimizer([{"params": group} for group in by_kind.values() or ([],)], optimizer, fused)
 
     def __call__(self, pack, temperature=1.0, outputs="edges"):
         return self.tree(pack, temperature=temperature, outputs=outputs)
@@ -161,7 +167,9 @@ def empty_moments(optimizer: torch.optim.Optimizer, updated: torch.Tensor) -> di
     """The optimizer state of a tensor before its first step."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return {}
-    return {"step": torch.zeros(()), **{key: torch.zeros_like(updated.detach()) for key in MOMENTS}}
+    # A fused kernel reads the count where it updates.
+    step = torch.zeros((), device=updated.device if optimizer.defaults["fused"] else "cpu")
+    return {"step": step, **{key: torch.zeros_like(updated.detach()) for key in MOMENTS}}
 
 
 def save_tensors(

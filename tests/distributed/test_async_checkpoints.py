@@ -100,6 +100,26 @@ def test_steps_on_a_gpu_do_not_change_it(engine, tmp_path):
     assert changed(tmp_path) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["plain", "fsdp2"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_goes_on_from_a_checkpoint(engine, tmp_path):
+    ranks, sections = Ranks(0, 1, None, torch.device("cuda", 0)), mesh(1, 1, name=engine) | {"dtype": "float32"}
+    straight, resumed = engine_on(sections, ranks), engine_on(sections, ranks)
+    straight.train_step(sample())
+    straight.train_step(sample())
+    Checkpoints(tmp_path, 1).save(straight)
+    assert Checkpoints(tmp_path, 1).resume(resumed)
+    optimizer = resumed.distributed.optimizer
+    assert optimizer.defaults["fused"]
+    assert all(state["step"].is_cuda and float(state["step"]) == 2 for state in optimizer.state.values())
+    before = weights_of(straight)
+    for each in (straight, resumed):
+        each.train_step(sample())
+    assert largest_error(weights_of(resumed), weights_of(straight)) <= 1e-6
+    assert largest_error(weights_of(resumed), before) > 1e-4
+
+
 @pytest.mark.parametrize("engine", ["plain", "fsdp2"])
 def test_without_copies_it_would_change(engine, tmp_path):
     run_ranks(2, saved_while_training, mesh(2, 1, name=engine), tmp_path, False)
