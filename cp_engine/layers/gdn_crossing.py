@@ -16,7 +16,7 @@ from cp_engine.kernels.gdn import api as gdn
 from cp_engine.layers.gdn_tables import GdnTables
 from cp_engine.sharding.exchange.in_flight import InFlight
 from cp_engine.sharding.exchange.kept import is_taken, kept
-from cp_engine.sharding.exchange.rows import accumulation_dtype
+from cp_engine.sharding.exchange.rows import accumulation_dtype, put_rows
 from cp_engine.sharding.exchange.state_rounds import hand_back, hand_on
 from cp_engine.sharding.exchange.states import fold_entry_states, fold_exit_cotangents
 from cp_engine.sharding.exchange.transport import Transport
@@ -51,7 +51,7 @@ class HandedOn:
     def _arrive(self) -> None:
         """The states that the next turn starts from, and off with those that others wait for."""
         (arrived,) = self._moving.wait()
-        self._entry_states.index_copy_(0, self._rounds[self._turn].entries, arrived)
+        put_rows(arrived, self._rounds[self._turn].entries, self._entry_states)
         self._turn += 1
         self._moving = self._hand_on(self._turn)
 
