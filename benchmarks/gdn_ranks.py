@@ -42,9 +42,10 @@ from cp_engine.sharding.cost import H200, PRESETS
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_layout import PlacedLayers, place_layers
 from cp_engine.sharding.gdn_plan import GDN_EXCHANGES, GdnPlan, gdn_plan
-from cp_engine.sharding.layer_time import chunk_time, recurrent_time, state_moves
+from cp_engine.sharding.layer_time import recurrent_time
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Survey, measure_recurrent
+from cp_engine.sharding.state_time import chunk_time, crossing_time
 
 HYBRID = PRESETS["qwen3.5-35b-a3b"]
 # The mixer alone: no MLP, and no norms and residuals of the decoder layer.
@@ -198,19 +199,20 @@ def predicted(forest: Forest, layout: Layout) -> dict[str, float]:
 
 
 def predicted_path(forest: Forest, layout: Layout) -> dict[str, dict[str, float]]:
-    """The same times in parts: what needs no state, passes run again for other ranks, waiting, state passes, and what
-    is computed from states (output, dqkwg)."""
+    """The same times in parts: what needs no state, passes run again for other ranks (for affine maps only), waiting in
+    all rounds, state passes, and what is computed from states (output, dqkwg)."""
     tokens, counts = measure_recurrent(Survey(forest), layout)
     layers = recurrent_time(tokens, counts, MIXER, MIXER_COSTS)
-    moves = state_moves(tokens, counts, MIXER, MIXER_COSTS)
+    crossings = crossing_time(tokens, counts, MIXER, MIXER_COSTS)
     costs = (H200.chunk_states, H200.chunk_output), (H200.chunk_both_passes, H200.chunk_dqkwg)
     path = {}
-    for direction, part, each, (passes, after) in zip(("fwd", "bwd"), layers, moves, costs, strict=True):
+    for direction, part, crossing, (passes, after) in zip(("fwd", "bwd"), layers, crossings, costs, strict=True):
         rank = int(part.total.argmax())
         states, output = (chunk_time(counts.chunks, cost, MIXER)[rank] for cost in (passes, after))
-        inside = part.compute[rank] - each.again[rank] - states - output
-        named = {"inside": inside, "again": each.again[rank], "wait": part.exposed[rank]}
-        path[direction] = {name: int(ns) / 1e6 for name, ns in (named | {"states": states, "output": output}).items()}
+        again = crossing.again[rank]
+        inside = part.compute[rank] - again - states - output
+        named = {"inside": inside, "again": again, "wait": part.exposed[rank], "states": states, "output": output}
+        path[direction] = {name: int(ns) / 1e6 for name, ns in named.items()}
     return path
 
 

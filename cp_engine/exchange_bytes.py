@@ -58,17 +58,18 @@ def head_bytes(plan: ShardPlan, sizes: ExchangedSizes) -> int:
 
 
 def _affine_bytes(plan: GdnPlan, rank: int, heads: GdnHeads, dtype: torch.dtype) -> int:
-    """History rows and their gradients; summaries to the ranks that fold a head, states back, and both gradients."""
+    """History rows and states that are handed on, and the gradients of both; or for these states affine maps to the
+    ranks that fold a head, states back, and both gradients."""
     e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize
-    fetch, fold = plan.history_fetch, plan.fold
+    fetch, fold, count = plan.history_fetch, plan.fold, heads.value_heads
     history = heads.channels * (fetch.rows_out * e + fetch.rows_in * a)
-    world, count = len(fold.exit_counts), heads.value_heads
+    state, transition = heads.key_dim * heads.value_dim, heads.key_dim**2
+    if plan.rounds or not fold.rounds:
+        return history + a * count * state * sum(each.moves.rows_out + each.moves.rows_in for each in plan.rounds)
+    world = len(fold.exit_counts)
     folded = count * (rank + 1) // world - count * rank // world  # heads that this rank folds, as `FoldTables` says
     exits, entries = int(fold.exit_counts[rank]), int(fold.entry_counts[rank])
-    if not len(fold.entry_exit):
-        return history
     through = int((plan.exit_entry >= 0).sum())
-    state, transition = heads.key_dim * heads.value_dim, heads.key_dim**2
     to_owners = (count - folded) * ((exits + entries) * state + through * transition)
     others = int(fold.exit_counts.sum() + fold.entry_counts.sum()) - exits - entries
     return history + a * (to_owners + folded * others * state)

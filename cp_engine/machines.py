@@ -30,14 +30,14 @@ class Machine:
 
     def with_instant_links(self) -> Machine:
         """The same with exchanges that start at once, but take their time for every byte."""
-        latencies = ("pull", "all_to_all", "send", "state", "history")
+        latencies = ("pull", "all_to_all", "send", "state", "round", "history")
         costs = replace(self.costs, **{f"{name}_latency": 0 for name in latencies})
         return replace(self, costs=costs, between_latency=0, peer_latency=0)
 
     def with_free_links(self) -> Machine:
         """The same with exchanges that take no time at all."""
         instant = self.with_instant_links()
-        costs = replace(instant.costs, pull_mib=0, all_to_all_mib=0, send_mib=0, state_mib=0)
+        costs = replace(instant.costs, pull_mib=0, all_to_all_mib=0, send_mib=0, state_mib=0, round_mib=0)
         return replace(instant, costs=costs, between_mib=0)
 
 
@@ -69,6 +69,7 @@ def _scaled(products: tuple[int, int], memory: tuple[int, int], link: tuple[int,
         chunk_dqkwg=times(H200.chunk_dqkwg, memory),
         chunk_adjoint=times(H200.chunk_adjoint, memory),
         fold_mib=times(H200.fold_mib, memory),
+        round_mib=times(H200.round_mib, memory),
         memory_mib=times(H200.memory_mib, memory),
         pull_mib=times(H200.pull_mib, link),
         all_to_all_mib=times(H200.all_to_all_mib, link),

@@ -42,10 +42,10 @@ def rank_memory(placement: Placement, time: ExchangeTime | None, model: ModelSiz
     )
     states = np.zeros(placement.world, np.int64)
     if model.shape.gdn_layers:
-        # Entry states, A of all exits for a rank's share of the heads, and the rows before each entry.
+        # Entry states, A of all affine maps for a rank's share of the heads, and the rows before each entry.
         channels = 2 * model.shape.gdn_key_heads * model.gdn_key_dim + model.shape.gdn_value_heads * model.gdn_value_dim
         states += recurrent.entries * (model.shape.state_bytes + _HISTORY_ROWS * channels * model.shape.element_bytes)
-        states += int(recurrent.exits.sum()) * model.shape.state_bytes // placement.world
+        states += recurrent.maps * model.shape.state_bytes // placement.world
     return [
         predict_memory(int(rows), model, setup, replace(base, gdn_kept=int(held)))
         for rows, held in zip(tokens, states, strict=True)

@@ -34,7 +34,6 @@ from cp_engine.sharding.measure import (
     CHUNK,
     TILE,
     Figures,
-    RecurrentFigures,
     Survey,
     measure,
     traffic,
@@ -43,6 +42,7 @@ from cp_engine.sharding.measure import (
     window_tiles,
     windowed_rows,
 )
+from cp_engine.sharding.recurrent_figures import RecurrentFigures
 
 EXCHANGE_CHOICES = ("auto", *EXCHANGES)
 LAYOUT_CHOICES = ("balanced", "contiguous")
@@ -244,6 +244,7 @@ def _shared_link(machine: Machine, world: int) -> Machine:
         state_mib=max(costs.state_mib, mib),
         state_latency=costs.state_latency + 2 * latency,
         history_latency=costs.history_latency + latency,
+        round_latency=costs.round_latency + latency,
     )
     return replace(machine, costs=costs)
 
@@ -275,7 +276,7 @@ def flat_time(length: np.ndarray, model: ModelShape, machine: Machine) -> int:
         tiles=tiles,
         rows_in=nothing,
         rows_out=nothing,
-        recurrent=RecurrentFigures.of_uncut_trees(chunks),
+        recurrent=RecurrentFigures(chunks),
     )
     if model.window is not None:
         seen = window_pairs(length, model.window).sum(keepdims=True)

@@ -52,6 +52,10 @@ class Costs:
     state_mib: int = 2_830
     state_latency: int = 100_000
     history_latency: int = 50_000
+    # States that are handed on: one MiB more than pulled, read and written where it leaves its pass, among all exits,
+    # where it is packed and where it arrives; and one round's launches and barrier (predicted).
+    round_mib: int = 1_960
+    round_latency: int = 80_000
     # 10**12 operations of dense products: 8192 x 8192 x 8192 in bf16 at 781 TFLOP/s (anchors). Backward is twice that.
     tera_product: int = 1_280_000
     # One MiB read or written by element-wise code: device copy at 4.28 TB/s (anchors).

@@ -20,7 +20,8 @@ from cp_engine.sharding.deal import snapped_layout
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layer_time import LayerTime, StepTime, attention_parts, recurrent_time, relay_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
-from cp_engine.sharding.measure import CHUNK, Figures, RecurrentFigures, Survey, measure, measure_recurrent, rows_moved
+from cp_engine.sharding.measure import CHUNK, Figures, Survey, measure, measure_recurrent, rows_moved
+from cp_engine.sharding.recurrent_figures import RecurrentFigures
 from cp_engine.sharding.search import balanced_layout
 
 GDN_LAYOUTS = ("auto", "same", "own")
@@ -140,7 +141,7 @@ def _most_gain(placed: PlacedLayers, model: ModelShape, costs: Costs) -> int:
     time, figures = placed.time, placed.figures
     parts = attention_parts(time.attention, time.window, model)
     attention = sum(count * (int(part.total.max()) - int(part.compute.min())) for count, part in parts)
-    uncut = recurrent_time(figures.tokens, RecurrentFigures.of_uncut_trees(figures.recurrent.chunks), model, costs)
+    uncut = recurrent_time(figures.tokens, RecurrentFigures(figures.recurrent.chunks), model, costs)
     gdn = sum(int(part.total.max()) - int(least.compute.min()) for part, least in zip(time.gdn, uncut, strict=True))
     return attention + gdn * model.gdn_layers
 
@@ -234,7 +235,7 @@ def renumbered(layout: Layout, near: Layout) -> Layout:
 
 def _work(tokens: np.ndarray, chunks: np.ndarray, model: ModelShape, costs: Costs) -> np.ndarray:
     """Nanoseconds of a recurrent layer, forward and backward, without anything that a cut adds."""
-    forward, backward = recurrent_time(tokens, RecurrentFigures.of_uncut_trees(chunks), model, costs)
+    forward, backward = recurrent_time(tokens, RecurrentFigures(chunks), model, costs)
     return forward.compute + backward.compute
 
 

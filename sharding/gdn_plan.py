@@ -24,6 +24,11 @@ GDN_EXCHANGES = ("affine", "ulysses")
 MOST_ROUNDS = 3
 
 
+def handed_on(rounds: int) -> bool:
+    """Whether states that cross ranks in so many rounds are handed on as they are; else maps of them are folded."""
+    return rounds <= MOST_ROUNDS
+
+
 @dataclass(frozen=True, eq=False)
 class StateFold:
     """The tree of exits and entries over all ranks; equal on every rank.
@@ -138,7 +143,7 @@ def _affine_plan(forest: Forest, layout: Layout, rank: int, conv_width: int) -> 
     first_exit, first_entry = int(fold.exit_counts[:rank].sum()), int(fold.entry_counts[:rank].sum())
     exits = slice(first_exit, first_exit + int(fold.exit_counts[rank]))
     entries = slice(first_entry, first_entry + int(fold.entry_counts[rank]))
-    handed = fold.rounds <= MOST_ROUNDS
+    handed = handed_on(fold.rounds)
     chain_fragment, chain_level = _chains(slot[local_parent[mine]])
     history, fetch = _history(forest, layout, rank, every, conv_width)
     rows = layout.local_row[every.start[mine]]

@@ -13,6 +13,7 @@ import numpy as np
 
 from cp_engine.sharding.cost import ACCUMULATION_BYTES, H200, MIB, Costs, ModelShape
 from cp_engine.sharding.measure import TILE, Figures, RecurrentFigures
+from cp_engine.sharding.state_time import chunk_time, crossing_time, head_scale
 
 RELAY_LAUNCHES = 5  # kernels that pack and place the rows of one border
 MOST_GROUPS = 4  # head groups of `gather`
@@ -187,20 +188,17 @@ def affine_time(figures: Figures, shape: ModelShape, costs: Costs) -> tuple[Laye
 def recurrent_time(
     tokens: np.ndarray, counts: RecurrentFigures, shape: ModelShape, costs: Costs
 ) -> tuple[LayerTime, LayerTime]:
-    """A recurrent layer whose entry states come from one exchange of summaries.
-
-    Chunks that lead to an exit go through the state pass twice; in backward those of them below an entry go through the
-    adjoint twice. What other work does not hide of the exchange is exposed, and so is the fetch of the convolution's
-    history.
-    """
+    """A recurrent layer under the exchange ``affine``, whichever way its states cross ranks."""
     alone = recurrent_token_time(tokens, shape, costs)
     parts = []
-    for token, chunk, moves in zip(
-        alone, (costs.chunk_forward, costs.chunk_backward), state_moves(tokens, counts, shape, costs), strict=True
+    for token, chunk, crossing in zip(
+        alone,
+        (costs.chunk_forward, costs.chunk_backward),
+        crossing_time(tokens, counts, shape, costs),
+        strict=True,
     ):
-        compute = token + chunk_time(counts.chunks, chunk, shape) + moves.again
-        exposed = state_wait(moves, shape, costs) + np.where(moves.arrive > 0, costs.history_latency, 0)
-        parts.append(LayerTime(compute, exposed))
+        compute = token + chunk_time(counts.chunks, chunk, shape) + crossing.again
+        parts.append(LayerTime(compute, crossing.exposed))
     return parts[0], parts[1]
 
 
@@ -209,96 +207,6 @@ def recurrent_token_time(tokens: np.ndarray, shape: ModelShape, costs: Costs) ->
     forward, backward = token_time(tokens, shape.gdn_products, shape, costs)
     row = tokens * shape.gdn_channels * shape.element_bytes * costs.memory_mib // MIB
     return forward + row * costs.mixer_passes_forward, backward + row * costs.mixer_passes_backward
-
-
-@dataclass(frozen=True, eq=False)
-class StateMoves:
-    """What states that cross ranks ask of each rank in one direction: int64 [P], nanoseconds where not said otherwise.
-
-    A rank computes, in this order: ``before``; then its states are sent; ``products``; ``passes``; and ``others``. Only
-    then does it need the states of other ranks.
-    """
-
-    before: np.ndarray  # passes that other ranks wait for
-    again: np.ndarray  # passes that are run a second time, for the sake of other ranks
-    products: np.ndarray  # of the output gate
-    passes: np.ndarray  # state passes of local trees; they fill the card
-    others: np.ndarray  # the rest of what these trees take
-    leave: np.ndarray  # states and maps that leave
-    arrive: np.ndarray  # states that arrive
-    folded: int  # states and maps of all ranks that the fold reads and writes
-
-
-def state_moves(
-    tokens: np.ndarray, counts: RecurrentFigures, shape: ModelShape, costs: Costs
-) -> tuple[StateMoves, StateMoves]:
-    """Forward: summaries become entry states; backward: their gradients become those of exit states.
-
-    While states travel a rank multiplies for its output gate (once, in backward twice) and works off the local trees
-    that need none of them; in backward it makes the states of the other trees meanwhile. Passes of trees below an
-    entry come before all that in backward, and are final but for what leads to an exit.
-    """
-
-    def chunks(count: np.ndarray, cost: int) -> np.ndarray:
-        return chunk_time(count, cost, shape)
-
-    product = 2 * shape.hidden * shape.gdn_value_heads * shape.gdn_head_dim * shape.gdn_own_gate
-    gate = tokens * (product * costs.tera_product // 10**9) // 1000
-    folded = int((counts.exits + counts.maps + counts.entries).sum())
-    free = counts.chunks - counts.entry_chunks
-    # A map has as many columns as a state.
-    summary = chunks(counts.exit_chunks + counts.through_chunks, costs.chunk_summary)
-    forward = StateMoves(
-        before=summary,
-        again=summary,
-        products=gate,
-        passes=chunks(free, costs.chunk_states),
-        others=chunks(free, costs.chunk_output),
-        leave=counts.exits + counts.maps,
-        arrive=counts.entries,
-        folded=folded,
-    )
-    closed = counts.chunks - counts.exit_tree_chunks
-    ahead = counts.exit_tree_chunks - (counts.entry_chunks - counts.entry_only_chunks)
-    spared = costs.chunk_both_passes - costs.chunk_adjoint
-    backward = StateMoves(
-        before=chunks(counts.entry_chunks, costs.chunk_both_passes),
-        again=chunks(counts.through_chunks, costs.chunk_adjoint),
-        products=2 * gate,
-        passes=chunks(closed - counts.entry_only_chunks, costs.chunk_both_passes) + chunks(ahead, costs.chunk_states),
-        # States made ahead spare less than they take, since they would have been made beside the adjoint.
-        others=chunks(closed, costs.chunk_dqkwg) - chunks(ahead, costs.chunk_states - spared),
-        leave=counts.entries,
-        arrive=counts.exits,
-        folded=folded,
-    )
-    return forward, backward
-
-
-def state_wait(moves: StateMoves, shape: ModelShape, costs: Costs) -> np.ndarray:
-    """int64 [P]: how long each rank stands still until its states are there.
-
-    Every rank folds a share of the heads of all states, so the slowest rank that sends any holds up all that receive
-    some. So does a rank whose state passes begin before it can fold: they leave the fold no room until they end. The
-    share that a rank folds itself does not travel.
-    """
-    world = len(moves.leave)
-    if not moves.leave.any():
-        return np.zeros(world, np.int64)
-
-    def travel(states: np.ndarray) -> np.ndarray:
-        busier = np.maximum(states, -(-states.sum() // world))  # out or in
-        return busier * shape.state_bytes * costs.state_mib * (world - 1) // (MIB * world)
-
-    sent = int(moves.before[moves.leave > 0].max()) + int(travel(moves.leave).max())
-    fold = moves.folded * shape.state_bytes * costs.fold_mib // (MIB * world) + costs.state_latency
-    begins = moves.before + moves.products
-    blocked = (moves.passes > 0) & (sent + fold > begins)
-    rest = np.minimum(fold, sent + fold - begins)  # of a fold that passes stop
-    done = np.where(blocked, np.maximum(sent, begins + moves.passes) + rest, sent + fold)
-    there = int(done.max()) + travel(moves.arrive)
-    ready = begins + moves.passes + moves.others
-    return np.where(moves.arrive > 0, np.maximum(0, there - ready), 0)
 
 
 def relay_time(moved: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[LayerTime, LayerTime]:
@@ -318,16 +226,6 @@ def relay_time(moved: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[Laye
     wire = largest * shape.hidden_row_bytes * costs.all_to_all_mib // MIB + costs.all_to_all_latency
     both = LayerTime(memory, 2 * wire)
     return both, both
-
-
-def chunk_time(chunks: np.ndarray, cost: int, shape: ModelShape) -> np.ndarray:
-    """Nanoseconds of a pass over so many chunks for all value heads; ``cost`` is that of 1,000 chunks of one head."""
-    return chunks * cost * _head_scale(shape) // 1000
-
-
-def _head_scale(shape: ModelShape) -> int:
-    """Recurrent value heads, in heads of the measured size 128."""
-    return -(-shape.gdn_value_heads * shape.gdn_head_dim**2 // 128**2)
 
 
 def rank_time(time: StepTime, shape: ModelShape) -> np.ndarray:
@@ -350,5 +248,5 @@ def split_prices(pairs: int, tokens: int, shape: ModelShape, costs: Costs = H200
     piece = tile * pairs // max(1, tokens) // (2 * TILE * 1000)
     states = 3 * shape.state_bytes * costs.state_mib // MIB
     piece += states * shape.gdn_layers // max(1, 2 * shape.attention_layers)
-    chunk = (costs.chunk_forward + costs.chunk_backward) * _head_scale(shape) * shape.gdn_layers
+    chunk = (costs.chunk_forward + costs.chunk_backward) * head_scale(shape) * shape.gdn_layers
     return SplitPrices(tile=tile, chunk=chunk // max(1, shape.attention_layers), row=row, piece=piece)

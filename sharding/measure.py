@@ -16,33 +16,10 @@ import numpy as np
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.intervals import path_spans
 from cp_engine.sharding.layout import Layout, contiguous_layout
+from cp_engine.sharding.recurrent_figures import RecurrentFigures, recurrent_figures, sum_by
 
 TILE = 128  # query rows and key rows of one attention tile
 CHUNK = 64  # tokens of one recurrent chunk
-
-
-@dataclass(frozen=True, eq=False)
-class RecurrentFigures:
-    """Counts of one layout in a recurrent layer, one entry a rank; int64 [P].
-
-    Chunks hold at most 64 tokens and restart at every fragment. A local tree is a fragment that starts from zero or
-    from another rank's state, with all that stands below it on the same rank.
-    """
-
-    chunks: np.ndarray
-    entries: np.ndarray  # states that arrive
-    exits: np.ndarray  # states that leave
-    maps: np.ndarray  # exits below an entry: these leave as affine maps
-    exit_chunks: np.ndarray  # of fragments at or above an exit
-    through_chunks: np.ndarray  # of these the ones below an entry: they need an affine map
-    entry_chunks: np.ndarray  # of local trees below an entry
-    entry_only_chunks: np.ndarray  # of these trees the ones without an exit
-    exit_tree_chunks: np.ndarray  # of local trees with an exit
-
-    @classmethod
-    def of_uncut_trees(cls, chunks: np.ndarray) -> RecurrentFigures:
-        """Where no state crosses ranks."""
-        return cls(chunks, *[np.zeros_like(chunks)] * 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +169,7 @@ def window_tiles(tiles: np.ndarray, tokens: np.ndarray, pairs: np.ndarray, seen:
 def windowed_figures(survey: Survey, layout: Layout, figures: Figures, window: int) -> Figures:
     """Counts of a layer with a sliding window: pairs exactly, tiles by `window_tiles`, rows as on a chain, where the
     first row of each piece fetches the rest of its window; rows go out in the proportion in which they come in."""
-    seen = _sum_by(layout.piece_rank, np.diff(survey.window_pairs_before(layout.piece_start, window)), layout.world)
+    seen = sum_by(layout.piece_rank, np.diff(survey.window_pairs_before(layout.piece_start, window)), layout.world)
     rows_in = np.minimum(figures.rows_in, figures.pieces * (window - 1))
     return replace(
         figures,
@@ -228,8 +205,8 @@ def measure(survey: Survey, layout: Layout, recurrent: bool = True, window: int 
     found = Figures(
         tokens=own.count,
         pieces=np.bincount(rank, minlength=world),
-        pairs=_sum_by(rank, np.diff(survey.pairs_before(layout.piece_start)), world),
-        tiles=_sum_by(tile_rank, tiles, world),
+        pairs=sum_by(rank, np.diff(survey.pairs_before(layout.piece_start)), world),
+        tiles=sum_by(tile_rank, tiles, world),
         rows_in=keys.count - own.count,
         rows_out=_traffic(keys, layout).sum(0) - own.count,
         recurrent=_recurrent(survey, layout) if recurrent else None,
@@ -261,13 +238,6 @@ def _key_sets(survey: Survey, layout: Layout) -> tuple[_KeyedSet, _KeyedSet]:
     keys = _KeyedSet(*union(rank[which] * span + lo, rank[which] * span + hi), span, world)
     order = np.argsort(rank, kind="stable")
     return keys, _KeyedSet((rank * span + start)[order], (rank * span + end)[order], span, world)
-
-
-def _sum_by(group: np.ndarray, value: np.ndarray, groups: int) -> np.ndarray:
-    """int64 [groups]: exact sums (a float64 bincount rounds above 2**53)."""
-    total = np.zeros(groups, np.int64)
-    np.add.at(total, group, value)
-    return total
 
 
 def traffic(survey: Survey, layout: Layout) -> np.ndarray:
@@ -307,36 +277,13 @@ def _tiles(survey: Survey, layout: Layout, keys: _KeyedSet, own: _KeyedSet) -> t
     hi = (keys.below(rank * span + hi, rank) - 1) // TILE + 1
     columns = tokens // TILE + 2
     lo, hi = union(tile * columns + lo, tile * columns + hi)
-    return tile_rank, _sum_by(lo // columns, hi - lo, len(tile_rank))
+    return tile_rank, sum_by(lo // columns, hi - lo, len(tile_rank))
 
 
 def _recurrent(survey: Survey, layout: Layout) -> RecurrentFigures:
     """Counts of the fragments, entries and exits that `gdn_plan` makes."""
     start, rank, parent = _fragments(survey, layout)
-    fragments, world = len(rank), layout.world
-    chunks = -(-np.diff(start) // CHUNK)
-    crossing = (parent >= 0) & (rank[parent] != rank)
-    if not crossing.any():
-        return RecurrentFigures.of_uncut_trees(_sum_by(rank, chunks, world))
-    is_exit = np.zeros(fragments, bool)
-    is_exit[parent[crossing]] = True
-    entry = np.unique(rank[crossing] * fragments + parent[crossing])
-    to_exit, up = is_exit.copy(), np.where(crossing | (parent < 0), np.arange(fragments), parent)
-    while True:  # the parents 1, 2, 4, ... above; at last the tops
-        to_exit[up[to_exit]] = True
-        further = up[up]
-        if (further == up).all():
-            break
-        up = further
-    below, with_exit = crossing[up], np.zeros(fragments, bool)
-    with_exit[up[is_exit]] = True
-    members = (to_exit, to_exit & below, below, below & ~with_exit[up], with_exit[up])
-    return RecurrentFigures(
-        _sum_by(rank, chunks, world),
-        np.bincount(entry // fragments, minlength=world),
-        *(np.bincount(rank[kept], minlength=world) for kept in (is_exit, is_exit & below)),
-        *(_sum_by(rank[kept], chunks[kept], world) for kept in members),
-    )
+    return recurrent_figures(-(-np.diff(start) // CHUNK), rank, parent, layout.world)
 
 
 def _fragments(survey: Survey, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

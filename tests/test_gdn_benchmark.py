@@ -78,7 +78,7 @@ def test_a_layer_over_two_ranks_beside_one():
         for direction, path in (r["predicted_path"] or {}).items():
             whole = r["predicted_forward_ms" if direction == "fwd" else "predicted_backward_ms"]
             assert sum(path.values()) == pytest.approx(whole, abs=1e-3) and min(path.values()) >= 0
-            assert (path["again"] > 0) == (r["layout"] == "spread")
+            assert path["again"] == 0 and (path["wait"] > 0) == (r["layout"] == "spread"), "states are handed on"
     by_case = {(r["layout"], r["exchange"]): r for r in records}
     assert by_case["planner", "affine"]["predicted_exposed_ms"] == 0, "whole trees on each rank"
     assert {"hand_on", "fetch_rows"} <= set(by_case["spread", "affine"]["stages"]["fwd"])

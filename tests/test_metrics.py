@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cp_engine.sharding.gdn_plan as planning
 from cp_engine.config import Config
 from cp_engine.engine import Engine
 from cp_engine.flops import Work, training_flops
@@ -174,8 +175,9 @@ def test_peak_rates_are_of_known_cards_in_bfloat16():
     assert peak_flops("Some other card", "bfloat16") is None and peak_flops(None, "bfloat16") is None
 
 
-def counted_and_told(sections: dict) -> tuple[int, int]:
-    """Bytes that this rank's row exchanges carry to others in a step, and the metrics' sum over ranks."""
+def counted_and_told(sections: dict, most_rounds: int = planning.MOST_ROUNDS) -> tuple[int, int]:
+    """Bytes that this rank's row exchanges carry to others in a step, and the metrics' sum over ranks; states that
+    cross ranks more than so often do so by affine maps."""
     ranks, sent = this_rank(), []
     original = dist.all_to_all_single
 
@@ -187,7 +189,10 @@ def counted_and_told(sections: dict) -> tuple[int, int]:
 
     raw = {"model": {"path": "tiny-qwen3.5", "vocab_size": VOCAB}, "loss": {"name": "sft"}}
     engine = Engine(Config.model_validate(raw | sections), ranks)
-    with mock.patch.object(dist, "all_to_all_single", counting):
+    with (
+        mock.patch.object(dist, "all_to_all_single", counting),
+        mock.patch.object(planning, "MOST_ROUNDS", most_rounds),
+    ):
         figures = engine.train_step(sample())
     return sum(sent), sum(figures[f"{part}_bytes"] for part in ("attention", "gdn", "head"))
 
@@ -214,6 +219,20 @@ def test_exchange_bytes_are_those_that_move(world, parallel, dtype):
     found = run_ranks(world, counted_and_told, {"parallel": parallel, **sections})
     assert {told for _, told in found} == {sum(counted for counted, _ in found)}
     assert found[0][1] > 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+def test_exchange_bytes_of_states_that_are_handed_on_and_of_maps(layout):
+    sections = {
+        "dtype": "bfloat16",
+        "parallel": {"cp": 3, "exchange": "gather", "layout": layout, "gdn_layout": "same"},
+    }
+    told = []
+    for most_rounds in (0, 99):
+        found = run_ranks(3, counted_and_told, sections, most_rounds)
+        assert {total for _, total in found} == {sum(counted for counted, _ in found)}
+        told.append(found[0][1])
+    assert told[0] != told[1]
 
 
 def test_the_meter_does_not_wait_for_the_device():

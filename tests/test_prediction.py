@@ -80,7 +80,8 @@ def test_links_without_cost_leave_only_compute(cp):
     model = PRESETS["qwen3-next-80b-a3b"]
     predictor = Predictor(place(forest_of(3), cp, "balanced", model, H200), model)
     without = H200.with_free_links()
-    at_once = replace(without, costs=replace(without.costs, chunk_summary=0, chunk_adjoint=0, fold_mib=0))
+    passes = {f"chunk_{name}": 0 for name in ("summary", "adjoint", "states", "both_passes")}
+    at_once = replace(without, costs=replace(without.costs, fold_mib=0, **passes))
     full, instant, free, idle = (predictor.times(each) for each in (H200, H200.with_instant_links(), without, at_once))
     for name in full:
         assert full[name].step >= instant[name].step >= free[name].step >= free[name].mean_compute

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cp_engine.sharding.exchange.gather as exchange_module
+import cp_engine.sharding.gdn_plan as planning
 import cp_engine.sharding.measure as measure_module
 from cp_engine.layers.attention import attention_tables
 from cp_engine.sharding.attention_plan import attention_plan
@@ -19,7 +20,8 @@ from cp_engine.sharding.gdn_plan import GdnPlan, gdn_plan
 from cp_engine.sharding.intervals import visible_tokens
 from cp_engine.sharding.layer_time import best_head_groups, kernel_time, rank_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
-from cp_engine.sharding.measure import Survey, measure, traffic, union
+from cp_engine.sharding.measure import Survey, measure, measure_recurrent, traffic, union
+from cp_engine.sharding.recurrent_figures import MapFigures, TurnFigures
 from tests.forests import random_layout, random_variety
 
 DENSE, HYBRID = PRESETS["qwen3-8b"], PRESETS["qwen3-next-80b-a3b"]
@@ -52,9 +54,8 @@ def members(plan: GdnPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(120))
 def test_counts_equal_the_plans(seed, monkeypatch):
-    tile, chunk = (3, 5, 128)[seed % 3], (2, 64)[seed % 2]
+    tile = (3, 5, 128)[seed % 3]
     monkeypatch.setattr(measure_module, "TILE", tile)
-    monkeypatch.setattr(measure_module, "CHUNK", chunk)
     forest = random_variety(seed).forest
     layout = random_layout(forest, seed)
     survey = Survey(forest)
@@ -68,19 +69,52 @@ def test_counts_equal_the_plans(seed, monkeypatch):
         assert (rows[rank][others] == np.array(attention.fetch.moves.recv_counts)[others]).all()
         assert figures.tiles[rank] == naive_tiles(forest, layout, rank, tile)
         assert figures.pieces[rank] == len(layout.pieces(rank)[0])
-        gdn = gdn_plan(forest, layout, rank, "affine", 4)
-        counts = figures.recurrent
-        assert counts.entries[rank] == gdn.fold.entry_counts[rank]
-        assert counts.exits[rank] == gdn.fold.exit_counts[rank]
-        assert counts.maps[rank] == (gdn.exit_entry >= 0).sum()
-        chunks = -(-np.diff(gdn.fragment_row) // chunk)
-        below, to_exit, with_exit = members(gdn)
-        assert counts.chunks[rank] == chunks.sum()
-        assert counts.exit_chunks[rank] == chunks[to_exit].sum()
-        assert counts.through_chunks[rank] == chunks[to_exit & below].sum()
-        assert counts.entry_chunks[rank] == chunks[below].sum()
-        assert counts.exit_tree_chunks[rank] == chunks[with_exit].sum()
-        assert counts.entry_only_chunks[rank] == chunks[below & ~with_exit].sum()
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_recurrent_counts_equal_the_plans(seed, monkeypatch):
+    """Of states handed on however often they cross, and of maps."""
+    chunk, forest = (2, 64)[seed % 2], random_variety(seed).forest
+    monkeypatch.setattr(measure_module, "CHUNK", chunk)
+    layout, survey = random_layout(forest, seed), Survey(forest)
+    for most, check in ((99, check_turns), (0, check_maps)):
+        monkeypatch.setattr(planning, "MOST_ROUNDS", most)
+        _, counts = measure_recurrent(survey, layout)
+        for rank in range(layout.world):
+            gdn = gdn_plan(forest, layout, rank, "affine", 4)
+            chunks = -(-np.diff(gdn.fragment_row) // chunk)
+            assert counts.chunks[rank] == chunks.sum()
+            assert (counts.crossing is None) == (gdn.fold.rounds == 0)
+            if counts.crossing is not None:
+                check(counts.crossing, gdn, rank, chunks)
+
+
+def check_turns(counts: TurnFigures, gdn: GdnPlan, rank: int, chunks: np.ndarray) -> None:
+    *_, with_exit = members(gdn)
+    turn = []
+    for up, entry in zip(gdn.fragment_parent.tolist(), gdn.fragment_entry.tolist(), strict=True):
+        turn.append(turn[up] if up >= 0 else 0 if entry < 0 else 1 + int(gdn.entry_level[entry]))
+    turn = np.array(turn, np.int64)
+    assert len(counts.leave) == len(counts.arrive) == len(gdn.rounds) == len(counts.exit_trees) - 1
+    for number in range(len(gdn.rounds) + 1):
+        assert counts.exit_trees[number, rank] == chunks[(turn == number) & with_exit].sum()
+        assert counts.other_trees[number, rank] == chunks[(turn == number) & ~with_exit].sum()
+    for number, of_round in enumerate(gdn.rounds):
+        assert counts.leave[number, rank] == of_round.moves.rows_out
+        assert counts.arrive[number, rank] == of_round.moves.rows_in
+
+
+def check_maps(counts: MapFigures, gdn: GdnPlan, rank: int, chunks: np.ndarray) -> None:
+    below, to_exit, with_exit = members(gdn)
+    assert not gdn.rounds
+    assert counts.entries[rank] == gdn.fold.entry_counts[rank]
+    assert counts.exits[rank] == gdn.fold.exit_counts[rank]
+    assert counts.maps[rank] == (gdn.exit_entry >= 0).sum()
+    assert counts.exit_chunks[rank] == chunks[to_exit].sum()
+    assert counts.through_chunks[rank] == chunks[to_exit & below].sum()
+    assert counts.entry_chunks[rank] == chunks[below].sum()
+    assert counts.exit_tree_chunks[rank] == chunks[with_exit].sum()
+    assert counts.entry_only_chunks[rank] == chunks[below & ~with_exit].sum()
 
 
 def test_union_joins_what_touches_or_overlaps():
