@@ -305,9 +305,13 @@ def test_rounds_by_hand():
     states, output = costs.chunk_states, costs.chunk_output
     assert forward.before.tolist() == [[states, 0], [0, 2 * states], [0, 0]]
     assert forward.meanwhile.tolist() == [
-        [gate + 3 * states + 4 * output, 2 * gate],
-        [0, 4 * states + 6 * output],
-    ]
+        [gate + 3 * states + 4 * output, 0],
+        [0, 2 * gate + 4 * states + 6 * output],
+    ], "rank 0 waits for rank 1, whose first trees have the second turn"
+    # Nobody waits for a rank whose first trees have no exit.
+    ends = replace(turns, exit_trees=np.array([[1_000, 0], [0, 0], [0, 0]]))
+    waiting, _ = state_rounds(tokens, ends, shape, costs)
+    assert waiting.meanwhile[:, 1].tolist() == [2 * gate, 4 * states + 4 * output]
     assert forward.leave is turns.leave and forward.arrive is turns.arrive
     both, dqkwg = costs.chunk_both_passes, costs.chunk_dqkwg
     # The last turn's trees first; then what has no exit; trees with exits wait for the gradients of these.
