@@ -15,7 +15,8 @@ import torch
 
 from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.kernels.gdn.reference import Inputs
-from cp_engine.kernels.gdn.triton import backward_pass, packing
+from cp_engine.kernels.gdn.triton import backward_pass, forward_pass, packing
+from cp_engine.kernels.gdn.triton.forward_pass import Chains
 from cp_engine.sharding import gdn_plan as planning
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layout import Layout, layout_from_cuts
@@ -107,7 +108,7 @@ def worst_error(forest: Forest, layout: Layout, tamper: Callable[[Rank], None] =
         tamper(rank)
     stages = [gdn.chunk_stages(rank.inputs, rank.tables) for rank in ranks]
     found = zip(forward_of(ranks, stages), backward_of(ranks, stages), strict=True)
-    truth = whole.truth()
+    truth = whole.truth
     truth = [truth[0], *truth[4:]]
     together = [torch.full_like(x, torch.nan) for x in truth]
     for rank, (o, grads) in zip(ranks, found, strict=True):
@@ -144,19 +145,36 @@ def test_random_forests_over_three_ranks(seed, wave, monkeypatch):
     assert worst_error(forest, layout) <= BOUND
 
 
-def test_every_chunk_is_walked_once_in_either_direction(monkeypatch):
+def test_chains_are_walked_once_and_those_that_lead_to_an_exit_first(monkeypatch):
     forest, layout = cut_trunk()
-    walked, launch = [], backward_pass._launch
+    forward, backward, launch, launch_back = [], [], forward_pass._launch, backward_pass._launch
 
-    def recorded(tensors, below, starts, drows, first_kept, walk, number, end, *rest, **options):
-        walked.append(end - walk.levels[number].begin)
-        return launch(tensors, below, starts, drows, first_kept, walk, number, end, *rest, **options)
+    def recorded(*rows, chains, **options):
+        walk = rows[8]
+        number = {
+            Chains.OPEN: lambda level: level.open_end - level.begin,
+            Chains.ALL: lambda level: level.end - level.begin,
+        }
+        number[Chains.CLOSED] = lambda level: level.end - level.open_end
+        forward.append((chains, sum(number[chains](level) for level in walk.levels)))
+        return launch(*rows, chains=chains, **options)
 
-    monkeypatch.setattr(backward_pass, "_launch", recorded)
-    assert worst_error(forest, layout) <= BOUND
+    def recorded_back(tensors, below, starts, drows, first_kept, walk, number, end, *rest, **options):
+        backward.append(end - walk.levels[number].begin)
+        return launch_back(tensors, below, starts, drows, first_kept, walk, number, end, *rest, **options)
+
     whole = case(whole_plan(forest), 0, SIZES)
-    tables = [Rank(forest, layout, rank, whole).tables for rank in range(2)]
-    assert sum(walked) == sum(len(wave.chains) for each in tables for wave in each.waves)
+    ranks = [Rank(forest, layout, rank, whole) for rank in range(2)]
+    stages = [gdn.chunk_stages(rank.inputs, rank.tables) for rank in ranks]
+    monkeypatch.setattr(forward_pass, "_launch", recorded)
+    monkeypatch.setattr(backward_pass, "_launch", recorded_back)
+    forward_of(ranks, stages)
+    chains = sum(len(wave.chains) for rank in ranks for wave in rank.tables.waves)
+    assert sum(count for _, count in forward) == chains
+    kinds = [kind for kind, _ in forward]
+    assert kinds.count(Chains.OPEN) == kinds.count(Chains.CLOSED) == 2 and kinds[0] is Chains.OPEN
+    backward_of(ranks, stages)
+    assert sum(backward) == chains
 
 
 def with_rounds_swapped(rank: Rank) -> None:

@@ -12,6 +12,7 @@ Y entries.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -92,6 +93,14 @@ def _state_kernel(
         start, tokens, slot, state_row, last = next_start, next_tokens, next_slot, next_row, next_last
 
 
+class Chains(Enum):
+    """Which chains of a wave a pass walks."""
+
+    ALL = "all"
+    OPEN = "open"  # those that lead to an exit; their parents do so too
+    CLOSED = "closed"  # the others, when those have been walked
+
+
 @dataclass(frozen=True, eq=False)
 class States:
     """Where a state pass writes."""
@@ -118,6 +127,7 @@ def run_states(
     walk: StatePass,
     chunk_size: int,
     alone: bool,
+    chains: Chains = Chains.ALL,
 ) -> None:
     """What the output and the backward need of the state pass, for the chunks of one wave: ``states`` and ``new_v``.
 
@@ -131,12 +141,14 @@ def run_states(
         new_v: [n, H, V] takes v'.
         alone: whether no other pass runs at the same time.
     """
-    states.slots[0] = 0
-    if entry_states is not None:
-        states.slots[1 : 1 + len(entry_states)] = entry_states
-        states.rows[: len(entry_states)] = entry_states
-    _launch(k, w, u, decay, ends, states.slots, states.rows, new_v, walk, chunk_size, alone)
-    run_twigs(w, u, states.rows, new_v, walk, chunk_size)
+    if chains is not Chains.CLOSED:
+        states.slots[0] = 0
+        if entry_states is not None:
+            states.slots[1 : 1 + len(entry_states)] = entry_states
+            states.rows[: len(entry_states)] = entry_states
+    _launch(k, w, u, decay, ends, states.slots, states.rows, new_v, walk, chunk_size, alone=alone, chains=chains)
+    if chains is not Chains.OPEN:
+        run_twigs(w, u, states.rows, new_v, walk, chunk_size)
 
 
 def run_summary(
@@ -154,18 +166,24 @@ def run_summary(
     states[: 1 + entries] = 0
     if entries:
         states[1 : 1 + entries, :, :, value_dim:] = torch.eye(key_dim, dtype=torch.float32, device=u.device)
-    _launch(k, w, u, decay, ends, states, None, None, walk, chunk_size, alone=True)
+    _launch(k, w, u, decay, ends, states, None, None, walk, chunk_size, alone=True, chains=Chains.ALL)
     return states
 
 
-def _launch(k, w, u, decay, ends, states, rows, new_v, walk: StatePass, chunk_size: int, alone: bool) -> None:
+def _launch(
+    k, w, u, decay, ends, states, rows, new_v, walk: StatePass, chunk_size: int, *, alone: bool, chains: Chains
+) -> None:
     heads, value_dim = u.shape[1:]
     key_heads, key_dim = k.shape[1:]
     columns = states.shape[3]
     tiles = tiles_fit(k, key_dim)
     if tiles and walk.levels:
         k, w = (tile_rows(x, chunk_size, key_dim) for x in (k, w))
-    for begin, _, end in walk.levels:
+    for first, open_end, last in walk.levels:
+        begin = open_end if chains is Chains.CLOSED else first
+        end = open_end if chains is Chains.OPEN else last
+        if begin == end:
+            continue
         sizes = state_sizes(key_dim, value_dim, u.dtype, (end - begin) * heads, alone)
         blocks = triton.cdiv(value_dim, sizes.columns) + triton.cdiv(columns - value_dim, sizes.columns)
         _state_kernel[(end - begin, heads, blocks)](

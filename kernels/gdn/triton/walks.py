@@ -2,9 +2,8 @@
 and dq, dk, dw and dg of the backward.
 
 Where states are handed on from rank to rank, a turn of trees ends with states for other ranks, or begins with their
-gradients (`Forward.leaving`, `Backward.entering`). What only this rank reads of the last wave's states is computed when
-those are on their way. Where maps are folded, `begin_backward` walks once, before gradients cross ranks, what is final
-by then.
+gradients (`Forward.leaving`, `Backward.entering`). What only this rank reads is computed when those are on their way.
+Where maps are folded, `begin_backward` walks once, before gradients cross ranks, what is final by then.
 
 Shapes: n rows, H value heads, K and V head sizes, R state rows, Y entries, X exits.
 """
@@ -21,7 +20,7 @@ from cp_engine.kernels.gdn.reference import Inputs
 from cp_engine.kernels.gdn.triton.backward_pass import HalfAdjoint, begin_adjoint, run_adjoint
 from cp_engine.kernels.gdn.triton.chain_tables import ChainTables, StatePass
 from cp_engine.kernels.gdn.triton.dqkwg import Gradients, dqkwg
-from cp_engine.kernels.gdn.triton.forward_pass import States, run_states
+from cp_engine.kernels.gdn.triton.forward_pass import Chains, States, run_states
 from cp_engine.kernels.gdn.triton.launch import Beside
 from cp_engine.kernels.gdn.triton.output import run_output
 from cp_engine.kernels.gdn.triton.solve_backward import solve_backward
@@ -44,7 +43,8 @@ class Forward:
         self._q, self._k = in_fragments(inputs.q, tables), in_fragments(inputs.k, tables)
         self._new_v, self._out = torch.empty_like(stages.u), torch.empty_like(stages.u)
         self._zero = inputs.v
-        self._unread: tuple[StatePass, States] | None = None  # a wave whose outputs are to be computed
+        # A wave whose outputs are to be computed, and which of its chains have been walked.
+        self._unread: tuple[StatePass, States, Chains] | None = None
         self._left: set[int] = set(range(len(tables.waves)))
 
     def leaving(self, turn: int, entry_states: torch.Tensor | None) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Forward:
         shape = (tables.exits, u.shape[1], self._k.shape[2], u.shape[2])
         exits = torch.empty(shape, dtype=torch.float32, device=u.device)
         for number in _of_turn(tables, turn, exits=True):
-            states = self._walk(number, entry_states)
+            states = self._walk(number, entry_states, Chains.OPEN)
             wave = tables.waves[number]
             exits.index_copy_(0, wave.exit, states.slots.index_select(0, wave.exit_slot))
             del states  # before those of the next wave are made
@@ -68,7 +68,7 @@ class Forward:
         for exits in (True, False):
             for number in _of_turn(self._tables, turn, exits):
                 if number in self._left:
-                    self._walk(number, entry_states)
+                    self._walk(number, entry_states, Chains.ALL)
         self._read()
 
     def outputs(self) -> torch.Tensor:
@@ -78,22 +78,26 @@ class Forward:
             return torch.zeros_like(self._zero)
         return with_padding(self._out, self._tables)
 
-    def _walk(self, number: int, entry_states: torch.Tensor | None) -> States:
+    def _walk(self, number: int, entry_states: torch.Tensor | None, chains: Chains) -> States:
         self._read()
-        wave, at = self._tables.waves[number], self._stages
-        states = States.empty(self._k, at.u, wave)
-        run_states(
-            self._k, at.w, at.u, at.decay, at.ends, entry_states, self._new_v, states, wave,
-            self._tables.chunk_size, alone=True,
-        )  # fmt: skip
+        wave = self._tables.waves[number]
+        states = States.empty(self._k, self._stages.u, wave)
+        self._run_states(entry_states, states, wave, chains)
         self._left.remove(number)
-        self._unread = wave, states
+        self._unread = wave, states, chains
         return states
+
+    def _run_states(self, entry_states: torch.Tensor | None, states: States, wave: StatePass, chains: Chains) -> None:
+        at, size = self._stages, self._tables.chunk_size
+        rows = (self._k, at.w, at.u, at.decay, at.ends)
+        run_states(*rows, entry_states, self._new_v, states, wave, size, alone=True, chains=chains)
 
     def _read(self) -> None:
         if self._unread is None:
             return
-        (wave, states), self._unread = self._unread, None
+        (wave, states, walked), self._unread = self._unread, None
+        if walked is Chains.OPEN:
+            self._run_states(None, states, wave, Chains.CLOSED)
         run_output(
             self._q, self._k, self._new_v, self._stages.decay, self._tables.ancestors, states.rows, self._out, wave,
             self._tables.chunk_size,
