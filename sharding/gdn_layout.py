@@ -1,9 +1,9 @@
 """A second layout for the runs of recurrent layers of a hybrid model, where it is predicted to be cheaper.
 
-Softmax attention wants equal pairs, for which deep trees are cut; at each cut recurrent layers wait for states. A run of
-recurrent layers may work on a layout of its own, with whole subtrees on ranks: the hidden states of all tokens then
-move once before the run and once after it. What the two layouts, and those moves, take is predicted for all
-layers, and the smaller total wins; of equal ones the single layout.
+Softmax attention wants equal pairs, for which deep trees are cut; at each cut recurrent layers wait for states. A run
+of recurrent layers may work on a layout of its own, with whole subtrees on ranks: the hidden states of all tokens then
+move once before the run and once after it. What the two layouts, and those moves, take is predicted for all layers, and
+the smaller total wins; of equal ones the single layout.
 
 Shapes: T tokens, S segments, U units, P ranks.
 """

@@ -19,6 +19,7 @@ class TurnFigures:
     t - 1, one of turn 0 from zero; what leaves it leaves in round t."""
 
     exit_trees: np.ndarray  # int64 [R + 1, P] chunks of local trees with an exit
+    exit_chains: np.ndarray  # int64 [R + 1, P] of these the ones of chains that lead to it, or end below it
     other_trees: np.ndarray  # int64 [R + 1, P] and of those without
     leave: np.ndarray  # int64 [R, P] states that leave, once for each rank that receives them
     arrive: np.ndarray  # int64 [R, P]
@@ -124,23 +125,39 @@ class _Crossing:
         found[self.top[self.is_exit]] = True
         return found[self.top]
 
+    @cached_property
+    def to_exit(self) -> np.ndarray:
+        """At or above an exit on the same rank."""
+        found, up = self.is_exit.copy(), self.local
+        while True:  # the parents 1, 2, 4, ... above; at last the tops
+            found[up[found]] = True
+            if (up == self.top).all():
+                return found
+            up = up[up]
+
+    @cached_property
+    def on_exit_chain(self) -> np.ndarray:
+        """The chain leads to an exit. It goes on from a fragment to the next one of its rank, if that is a child."""
+        order = np.argsort(self.rank, kind="stable")
+        opens = np.append(True, self.local[order][1:] != order[:-1])
+        head = order[opens]
+        found = np.empty(len(order), bool)
+        found[order] = self.to_exit[head][np.cumsum(opens) - 1]
+        return found
+
     def in_turns(self, turn: np.ndarray) -> TurnFigures:
         world, turns = self.world, int(turn.max()) + 1
-        group = (turn * 2 + self.with_exit) * world + self.rank
-        other, leading = sum_by(group, self.chunks, turns * 2 * world).reshape(turns, 2, world).swapaxes(0, 1)
+        group = (turn * 3 + self.with_exit + self.on_exit_chain) * world + self.rank
+        others, beside, chains = sum_by(group, self.chunks, turns * 3 * world).reshape(turns, 3, world).swapaxes(0, 1)
         receiver, source = self.entry
         leave, arrive = (
             np.bincount(turn[source] * world + ranks, minlength=(turns - 1) * world).reshape(turns - 1, world)
             for ranks in (self.rank[source], receiver)
         )
-        return TurnFigures(leading, other, leave, arrive)
+        return TurnFigures(beside + chains, chains, others, leave, arrive)
 
     def by_maps(self) -> MapFigures:
-        to_exit, up = self.is_exit.copy(), self.local
-        while (up != self.top).any():  # the parents 1, 2, 4, ... above; at last the tops
-            to_exit[up[to_exit]] = True
-            up = up[up]
-        to_exit[up[to_exit]] = True
+        to_exit = self.to_exit
         below = self.crossing[self.top]
         members = (to_exit, to_exit & below, below, below & ~self.with_exit, self.with_exit)
         return MapFigures(

@@ -76,7 +76,7 @@ class StateRounds:
 def state_rounds(
     tokens: np.ndarray, turns: TurnFigures, shape: ModelShape, costs: Costs
 ) -> tuple[StateRounds, StateRounds]:
-    """Forward: trees with exits come first in each turn; their outputs and the other trees of the turn hide the
+    """Forward: chains that lead to exits come first in each turn; its other chains and all its outputs hide the
     exchange. So does the output gate's product: of the first round, or where a rank's first trees have exits, of the
     round that follows them (`GdnPlan.awaited_turn`). Backward, from the last turn to the first: dqkwg of the trees of
     the turn before, the trees without exits of the next one and, at first, the gate's two products hide it."""
@@ -85,12 +85,13 @@ def state_rounds(
         return chunk_time(count, cost, shape)
 
     gate = gate_time(tokens, shape, costs)
-    exits, others = turns.exit_trees, turns.other_trees
-    meanwhile = passes(others[:-1], costs.chunk_states) + passes((exits + others)[:-1], costs.chunk_output)
+    exits, chains, others = turns.exit_trees, turns.exit_chains, turns.other_trees
+    every = exits + others
+    meanwhile = passes((every - chains)[:-1], costs.chunk_states) + passes(every[:-1], costs.chunk_output)
     rank = np.arange(len(tokens))
-    first = (exits + others > 0).argmax(0)
+    first = (every > 0).argmax(0)
     meanwhile[np.where(exits[first, rank] > 0, first, 0), rank] += gate
-    forward = StateRounds(passes(exits, costs.chunk_states), meanwhile, turns.leave, turns.arrive)
+    forward = StateRounds(passes(chains, costs.chunk_states), meanwhile, turns.leave, turns.arrive)
     # From here on the last turn first. No tree of that one has an exit: it is walked before anything arrives.
     exits, others = exits[::-1].copy(), others[::-1].copy()
     exits[0], others[0] = others[0], 0

@@ -90,7 +90,9 @@ def test_recurrent_counts_equal_the_plans(seed, monkeypatch):
 
 
 def check_turns(counts: TurnFigures, gdn: GdnPlan, rank: int, chunks: np.ndarray) -> None:
-    *_, with_exit = members(gdn)
+    _, to_exit, with_exit = members(gdn)
+    chain = np.repeat(np.arange(len(gdn.chain_level)), np.diff(gdn.chain_fragment))
+    on_chain = to_exit[gdn.chain_fragment[:-1]][chain]
     turn = []
     for up, entry in zip(gdn.fragment_parent.tolist(), gdn.fragment_entry.tolist(), strict=True):
         turn.append(turn[up] if up >= 0 else 0 if entry < 0 else 1 + int(gdn.entry_level[entry]))
@@ -98,6 +100,7 @@ def check_turns(counts: TurnFigures, gdn: GdnPlan, rank: int, chunks: np.ndarray
     assert len(counts.leave) == len(counts.arrive) == len(gdn.rounds) == len(counts.exit_trees) - 1
     for number in range(len(gdn.rounds) + 1):
         assert counts.exit_trees[number, rank] == chunks[(turn == number) & with_exit].sum()
+        assert counts.exit_chains[number, rank] == chunks[(turn == number) & on_chain].sum()
         assert counts.other_trees[number, rank] == chunks[(turn == number) & ~with_exit].sum()
     for number, of_round in enumerate(gdn.rounds):
         assert counts.leave[number, rank] == of_round.moves.rows_out

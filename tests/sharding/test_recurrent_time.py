@@ -177,6 +177,11 @@ def check_turns(counts: TurnFigures, plan: GdnPlan, tables: ChainTables, rank: i
     for exits, chunks in ((True, counts.exit_trees), (False, counts.other_trees)):
         for turn, count in enumerate(chunks[:, rank].tolist()):
             assert count == members(tables, lambda wave: (wave.turn, wave.exits) == (turn, exits))  # noqa: B023
+    open_chains = [0] * len(counts.exit_chains)
+    for wave in tables.waves:
+        for level in wave.levels:
+            open_chains[wave.turn] += int(wave.chains[level.begin : level.open_end, 1].sum())
+    assert open_chains == counts.exit_chains[:, rank].tolist()
 
 
 def check_maps(counts: MapFigures, plan: GdnPlan, tables: ChainTables, rank: int) -> None:
@@ -199,11 +204,16 @@ def test_counts_of_a_star_and_of_a_path_that_comes_back(monkeypatch):
     _, counts = measure_recurrent(*star_of_two)
     assert counts.chunks.tolist() == [11, 1]
     assert figures_of(counts.crossing) == {
-        "exit_trees": [[11, 0], [0, 0]], "other_trees": [[0, 0], [0, 1]], "leave": [[1, 0]], "arrive": [[0, 1]],
+        "exit_trees": [[11, 0], [0, 0]], "exit_chains": [[11, 0], [0, 0]], "other_trees": [[0, 0], [0, 1]],
+        "leave": [[1, 0]], "arrive": [[0, 1]],
     }  # fmt: skip
+    # A second leaf beside the first, which goes on the trunk's chain.
+    _, counts = measure_recurrent(Survey(star(640, 3, 64)), layout_from_cuts(np.array([0, 768, 832]), np.arange(2), 2))
+    assert counts.crossing.exit_trees[0].tolist() == [12, 0] and counts.crossing.exit_chains[0].tolist() == [11, 0]
     _, counts = measure_recurrent(*path)
     assert figures_of(counts.crossing) == {
-        "exit_trees": [[2, 0], [0, 2], [0, 0]], "other_trees": [[0, 0], [0, 0], [6, 0]],
+        "exit_trees": [[2, 0], [0, 2], [0, 0]], "exit_chains": [[2, 0], [0, 2], [0, 0]],
+        "other_trees": [[0, 0], [0, 0], [6, 0]],
         "leave": [[1, 0], [0, 1]], "arrive": [[0, 1], [1, 0]],
     }  # fmt: skip
     monkeypatch.setattr(planning, "MOST_ROUNDS", 0)
@@ -294,7 +304,8 @@ def test_waits_in_rounds_by_hand():
 def test_rounds_by_hand():
     shape = replace(ROUND, hidden=1_000, gdn_head_dim=128)
     turns = TurnFigures(
-        exit_trees=np.array([[1_000, 0], [0, 2_000], [0, 0]]),
+        exit_trees=np.array([[3_000, 0], [0, 2_000], [0, 0]]),
+        exit_chains=np.array([[1_000, 0], [0, 2_000], [0, 0]]),
         other_trees=np.array([[3_000, 0], [0, 4_000], [5_000, 0]]),
         leave=np.array([[1, 0], [0, 3]]),
         arrive=np.array([[0, 1], [3, 0]]),
@@ -305,23 +316,23 @@ def test_rounds_by_hand():
     states, output = costs.chunk_states, costs.chunk_output
     assert forward.before.tolist() == [[states, 0], [0, 2 * states], [0, 0]]
     assert forward.meanwhile.tolist() == [
-        [gate + 3 * states + 4 * output, 0],
+        [gate + 5 * states + 6 * output, 0],
         [0, 2 * gate + 4 * states + 6 * output],
     ], "rank 0 waits for rank 1, whose first trees have the second turn"
     # Nobody waits for a rank whose first trees have no exit.
-    ends = replace(turns, exit_trees=np.array([[1_000, 0], [0, 0], [0, 0]]))
+    ends = replace(turns, exit_trees=turns.exit_chains[[0, 2, 2]], exit_chains=turns.exit_chains[[0, 2, 2]])
     waiting, _ = state_rounds(tokens, ends, shape, costs)
     assert waiting.meanwhile[:, 1].tolist() == [2 * gate, 4 * states + 4 * output]
     assert forward.leave is turns.leave and forward.arrive is turns.arrive
     both, dqkwg = costs.chunk_both_passes, costs.chunk_dqkwg
     # The last turn's trees first; then what has no exit; trees with exits wait for the gradients of these.
-    assert backward.before.tolist() == [[5 * both, 0], [0, 2 * both], [both, 0]]
+    assert backward.before.tolist() == [[5 * both, 0], [0, 2 * both], [3 * both, 0]]
     assert backward.meanwhile.tolist() == [
         [2 * gate + 5 * dqkwg, 4 * gate + 4 * both + 4 * dqkwg],
         [3 * both + 3 * dqkwg, 2 * dqkwg],
     ]
     assert backward.leave.tolist() == [[3, 0], [0, 1]] and backward.arrive.tolist() == [[0, 3], [1, 0]]
-    counts = RecurrentFigures(np.array([9_000, 6_000]), turns)
+    counts = RecurrentFigures(np.array([11_000, 6_000]), turns)
     layers, alone = (recurrent_time(tokens, each, shape, costs) for each in (counts, RecurrentFigures(counts.chunks)))
     for part, least, rounds in zip(layers, alone, (forward, backward), strict=True):
         assert (part.compute == least.compute).all(), "nothing is computed twice"
