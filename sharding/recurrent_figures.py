@@ -81,9 +81,9 @@ def recurrent_figures(chunks: np.ndarray, rank: np.ndarray, parent: np.ndarray, 
     if not crossing.any():
         return found
     local = np.where(crossing | (parent < 0), np.arange(len(rank)), parent)
-    top = local
-    while (top[top] != top).any():
-        top = top[top]
+    top, further = local, local[local]
+    while (further != top).any():
+        top, further = further, further[further]
     turn, above = np.zeros(len(rank), np.int64), top
     while (below := crossing[above]).any() and handed_on(int(turn.max())):
         turn += below
@@ -125,24 +125,25 @@ class _Crossing:
         found[self.top[self.is_exit]] = True
         return found[self.top]
 
-    @cached_property
+    @property
     def to_exit(self) -> np.ndarray:
         """At or above an exit on the same rank."""
-        found, up = self.is_exit.copy(), self.local
-        while True:  # the parents 1, 2, 4, ... above; at last the tops
-            found[up[found]] = True
-            if (up == self.top).all():
-                return found
-            up = up[up]
+        return _lifted(self.is_exit, self.local, self.top)
 
-    @cached_property
+    @property
     def on_exit_chain(self) -> np.ndarray:
         """The chain leads to an exit. It goes on from a fragment to the next one of its rank, if that is a child."""
-        order = np.argsort(self.rank, kind="stable")
-        opens = np.append(True, self.local[order][1:] != order[:-1])
-        head = order[opens]
-        found = np.empty(len(order), bool)
-        found[order] = self.to_exit[head][np.cumsum(opens) - 1]
+        of_rank = np.argsort(self.rank, kind="stable")
+        number = np.empty_like(of_rank)
+        number[of_rank] = np.arange(len(of_rank))
+        # Most local trees have no exit.
+        part = of_rank[self.with_exit[of_rank]]
+        place = np.empty_like(of_rank)
+        place[part] = np.arange(len(part))
+        opens = number[self.local[part]] != number[part] - 1
+        leads = _lifted(self.is_exit[part], place[self.local[part]], place[self.top[part]])
+        found = np.zeros(len(of_rank), bool)
+        found[part] = leads[opens][np.cumsum(opens) - 1]
         return found
 
     def in_turns(self, turn: np.ndarray) -> TurnFigures:
@@ -165,3 +166,13 @@ class _Crossing:
             *(np.bincount(self.rank[kept], minlength=self.world) for kept in (self.is_exit, self.is_exit & below)),
             *(sum_by(self.rank[kept], self.chunks[kept], self.world) for kept in members),
         )
+
+
+def _lifted(marked: np.ndarray, parent: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """Marks passed on to all that stands above; a top is its own parent."""
+    found, up = marked.copy(), parent
+    while True:  # the parents 1, 2, 4, ... above; at last the tops
+        found[up[found]] = True
+        if (up == top).all():
+            return found
+        up = up[up]
