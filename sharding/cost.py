@@ -18,16 +18,15 @@ class Costs:
     "anchors" are the recorded measurements of one or two H200s in bf16; "predicted" means that nobody measured it yet.
     """
 
-    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: fitted on the H200 times of `auto` in
-    # benchmarks/results.jsonl (measured 2026-11-30, commit a9e328f; seven trees of D 128, one of D 256): each of the
-    # sixteen within 7 %, forward and backward together within 5 %. Backward at D 256 has been faster since: 59.5 ms on
-    # that tree with 5 GiB of stored scores (measured 2026-11-30), 1 % more with 3 (predicted). D 64: dense rates
-    # (anchors). Others by FLOPs.
-    tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 12_680), (256, 23_660))
-    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_780), (256, 86_000))
+    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: fitted (`benchmarks.constants`) on the
+    # newest H200 times of `auto` in benchmarks/results.jsonl (measured 2026-11-30; seven trees of D 128, two of D 256):
+    # forward and backward together within 9 %, also of two trees that are not in the fit, each alone within 13 %.
+    # D 64: dense rates (anchors). Others by FLOPs.
+    tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 12_470), (256, 22_050))
+    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_680), (256, 89_610))
     # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
-    query_tile_forward: int = 30_800
-    query_tile_backward: int = 122_500
+    query_tile_forward: int = 6_870
+    query_tile_backward: int = 65_650
     # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: between the H200 times of one chain (141 and
     # 315 us) and of trees (117 to 119 and 305 to 306; measured 2026-11-30, commit 003e032). Both together within 5 %.
     chunk_forward: int = 126_000
