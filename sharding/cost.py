@@ -18,10 +18,10 @@ class Costs:
     "anchors" are the recorded measurements of one or two H200s in bf16; "predicted" means that nobody measured it yet.
     """
 
-    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: fitted (`benchmarks.constants`) on the
-    # newest H200 times of `auto` in benchmarks/results.jsonl (measured 2026-11-30; seven trees of D 128, two of D 256):
-    # forward and backward together within 9 %, also of two trees that are not in the fit, each alone within 13 %.
-    # D 64: dense rates (anchors). Others by FLOPs.
+    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: fitted (`benchmarks.constants`) on
+    # the newest H200 times of `auto` in benchmarks/results.jsonl (measured 2026-11-30; seven trees of D 128, two of
+    # D 256): forward and backward together within 9 %, also of two trees that are not in the fit, each alone within
+    # 13 %. D 64: dense rates (anchors). Others by FLOPs.
     tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 12_470), (256, 22_050))
     tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_680), (256, 89_610))
     # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
@@ -52,7 +52,8 @@ class Costs:
     state_latency: int = 100_000
     history_latency: int = 50_000
     # States that are handed on: one MiB more than pulled, read and written where it leaves its pass, among all exits,
-    # where it is packed and where it arrives; and one round's launches and barrier (predicted).
+    # where it is packed and where it arrives; and one round's launches and barrier (both predicted; layers of four
+    # layouts on two H200s, commits 3ec6fd0 and 0273e74, take what follows from them within 2 %).
     round_mib: int = 1_960
     round_latency: int = 80_000
     # 10**12 operations of dense products: 8192 x 8192 x 8192 in bf16 at 781 TFLOP/s (anchors). Backward is twice that.
