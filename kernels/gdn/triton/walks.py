@@ -228,14 +228,14 @@ class Backward:
             self._unread = wave, rows, reverse(dexit(), wave, size, half=half) if wave.exits else half.rows
             return
         states = States.empty(k, at.u, wave)
-        gradients = dexit() if wave.exits else None
         pass_again = partial(
             run_states, k, at.w, at.u, at.decay, at.ends, self._entry_states, self._begun.new_v, states, wave, size,
             alone=False,
         )  # fmt: skip
-        # Neither the states nor their gradients need the other, and either leaves room on the multiprocessors.
+        # Neither the states nor their gradients need the other, and either leaves room on the multiprocessors. States
+        # do not wait for other ranks either.
         beside = Beside(pass_again, k.device)
-        dstates = reverse(gradients, wave, size, dentry=dentry)
+        dstates = reverse(dexit() if wave.exits else None, wave, size, dentry=dentry)
         beside.join()
         self._unread = wave, states.rows, dstates
 
