@@ -22,7 +22,7 @@ from cp_engine.distributed.model import (
     set_lr,
 )
 from cp_engine.distributed.ranks import Ranks
-from cp_engine.models.hf_gdn import gdn_layers
+from cp_engine.models.hf_gdn import gdn_layers, parameters_between_exchanges
 from cp_engine.models.lora import lora_layers
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 
@@ -254,10 +254,12 @@ def _receive(tree: TreeCausalLM, settings: dict[str, Any], ranks: Ranks) -> None
 
 
 def _read_outside_their_module(tree: TreeCausalLM) -> None:
-    """Have parameters gathered for the modules that read them, where those are not their own."""
+    """Have parameters gathered for the modules that read them, where those are not their own; and for the whole GDN
+    layer what nobody may gather inside of it."""
     import deepspeed
 
     for layer in gdn_layers(tree):
-        deepspeed.zero.register_external_parameter(layer, layer.conv1d.weight)
+        for parameter in (layer.conv1d.weight, *parameters_between_exchanges(layer)):
+            deepspeed.zero.register_external_parameter(layer, parameter)
     for parameter in tree.causal_lm.get_output_embeddings().parameters():
         deepspeed.zero.register_external_parameter(tree.scorer, parameter)

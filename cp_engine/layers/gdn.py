@@ -33,7 +33,8 @@ def start_gated_delta_rule(
     all that comes before states cross ranks, and the rest in the function that it returns.
 
     What the caller computes before calling that function runs while states move. So does its backward while their
-    gradients move: autograd runs it between those of the two halves, since it goes by the order of the forward. Every
+    gradients move: autograd runs it between those of the two halves, since it goes by the order of the forward. It must
+    not wait for other ranks: some of them have states to send first, some to take. Every
     rank of the group must call both, and backward, also one that has only a padding row (whose output and gradients
     are zero). Parameter gradients are this rank's share: they sum over the group.
 

@@ -39,6 +39,15 @@ def _is_fused(layer: torch.nn.Module) -> bool:
     return hasattr(layer, "in_proj_qkvz")
 
 
+def parameters_between_exchanges(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Those of what a GDN layer computes while states move between ranks.
+
+    Some ranks take states before it that others send after it, so nothing may be gathered there: each would wait for
+    the other.
+    """
+    return list(layer.in_proj_z.parameters()) if _is_split(layer) else []
+
+
 def patch_gdn_layers(model: torch.nn.Module) -> None:
     """Replace the forward of every GDN layer instance of ``model`` and of its gated norm; classes, modules and weights
     stay as they are."""

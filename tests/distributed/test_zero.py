@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO 0 to 3 in float32 against whole weights, with ranks that call the head different numbers of times."""
 
 import contextlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from cp_engine.checkpoint import Checkpoints
 from cp_engine.distributed import zero as zero_module
 from cp_engine.engine import Engine
 from cp_engine.kernels.logprob import api as logprob
+from cp_engine.sharding.gdn_plan import GdnPlan
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
 from tests.distributed.test_loading import engine_of_first_rank, save_deep_model, whole_model
 from tests.distributed.test_weights import largest_error, weights_of
@@ -62,6 +64,28 @@ def test_weights_after_two_steps_are_those_of_plain(mesh):
             np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-5)
     before, after = map(np.concatenate, truth[2])
     assert np.nanmax(np.abs(after - before)) > 1e-2
+
+
+def with_turns(sections: dict):
+    """`two_steps`, and the turns whose states this rank hands on before it computes output gates."""
+    turns, exact = set(), GdnPlan.awaited_turn.fget
+
+    def seen(plan: GdnPlan) -> int:
+        turns.add(exact(plan))
+        return exact(plan)
+
+    with mock.patch.object(GdnPlan, "awaited_turn", property(seen)):
+        return *two_steps(sections), turns
+
+
+def test_stage_3_gathers_nothing_where_only_some_ranks_have_exchanged_states():
+    spread = SGD | {"parallel": {"cp": 3, "layout": "contiguous", "gdn_layout": "same"}}
+    truth = run_ranks(3, two_steps, spread)[0]
+    results = run_ranks(3, with_turns, spread | {"engine": zero(3)}, timeout=120.0)
+    assert [turns for *_, turns in results] == [{0}, {1}, {0}]
+    figures, weights, _, _ = results[0]
+    np.testing.assert_allclose(figures, truth[0], rtol=BOUND)
+    assert largest_error(weights, truth[1]) <= BOUND
 
 
 def differing_at_start(cases: list[dict]) -> list[list[str]]:
