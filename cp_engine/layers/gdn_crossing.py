@@ -64,16 +64,16 @@ class HandedOn:
 
     def pull(self, inputs: gdn.Inputs, stages, pulled, entry_states: torch.Tensor, _transition: torch.Tensor) -> None:
         self._backward = gdn.backward(inputs, stages, pulled, entry_states, self._tables)
-        self._none = entry_states.new_zeros((self._exits, *entry_states.shape[1:]))
-        self._moving = self._hand_back(len(self._rounds), lambda: self._none)
+        self._moving = self._hand_back(len(self._rounds), _no_exits)
 
     def gradients(self) -> gdn.Inputs:
         for turn in range(len(self._rounds) - 1, 0, -1):
             arriving = self._moving
             self._moving = self._hand_back(turn, arriving.wait)
             arriving.wait()
+            del arriving  # its gradients, before the last turn's passes
         if self._moving is None:
-            return self._backward.gradients(lambda: self._none)
+            return self._backward.gradients(_no_exits)
         grads = self._backward.gradients(self._moving.wait)
         self._moving.wait()
         return grads
@@ -85,6 +85,10 @@ class HandedOn:
         of_round, exits, transport = self._rounds[turn - 1], self._exits, self._transport
         dentry = self._backward.entering(turn, dexit)
         return InFlight(lambda: hand_back(dentry, of_round, exits, transport), dentry)
+
+
+def _no_exits() -> None:
+    """Gradients of the exit states of the last turn: its trees have none."""
 
 
 class ByMaps:

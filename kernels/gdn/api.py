@@ -120,15 +120,15 @@ class Forward(Protocol):
 class Backward(Protocol):
     """The rest of the backward. Turns must run from the last one to the first."""
 
-    def entering(self, turn: int, dexit: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def entering(self, turn: int, dexit: Callable[[], torch.Tensor | None]) -> torch.Tensor:
         """Gradients of the entry states [Y, H, K, V], of which those of this turn are right.
 
         Args:
-            dexit: gives the gradients of the exit states [X, H, K, V], those of this turn among them; called as late as
-                the backend can.
+            dexit: gives the gradients of the exit states [X, H, K, V], those of this turn among them; None where it has
+                none. Called as late as the backend can.
         """
 
-    def gradients(self, dexit: Callable[[], torch.Tensor]) -> Inputs:
+    def gradients(self, dexit: Callable[[], torch.Tensor | None]) -> Inputs:
         """Of the inputs, with the turns that `entering` was not asked for."""
 
 

@@ -188,7 +188,7 @@ class Backward:
         self._reverse = ReverseStates(stages, backward, tables, inputs.zero_state())
         self._left = len(tables.exits_of)  # turns
 
-    def entering(self, turn: int, dexit: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def entering(self, turn: int, dexit: Callable[[], torch.Tensor | None]) -> torch.Tensor:
         """Gradients of all entry states [Y, H, K, V], of which those of this turn are right.
 
         Args:
@@ -199,7 +199,7 @@ class Backward:
             self._left = turn
         return self._reverse.dstates[1 : 1 + self._tables.entries]
 
-    def gradients(self, dexit: Callable[[], torch.Tensor]) -> Inputs:
+    def gradients(self, dexit: Callable[[], torch.Tensor | None]) -> Inputs:
         """Of the inputs, with the turns that `entering` was not asked for."""
         for turn in reversed(range(self._left)):
             self._reverse.run(turn, dexit())

@@ -113,6 +113,13 @@ def test_without_its_first_half_the_pass_is_whole():
     assert all(torch.equal(one, other) for one, other in zip(found, mine.run(tables)[-5:], strict=True))
 
 
+def test_gradients_of_entry_states_are_held_once(monkeypatch):
+    mine, made, exact = trunk_case(), [], walks_module.no_entry_gradients
+    monkeypatch.setattr(walks_module, "no_entry_gradients", lambda *of: made.append(of) or exact(*of))
+    mine.run(mine.tables())
+    assert len(made) == 1
+
+
 def test_a_wave_without_room_leaves_it_to_smaller_ones(monkeypatch):
     monkeypatch.setattr(walks_module, "KEPT_ROWS", 8)
     monkeypatch.setattr(CHAIN_TABLES, "WAVE", 1)

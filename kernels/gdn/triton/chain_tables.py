@@ -17,7 +17,8 @@ no slot, and a branch point of nothing but twigs keeps no float32 state.
 The pass over everything runs in *waves* of whole trees, so that rows and slots of all trees do not live at once. Trees
 of each *turn* have waves of their own, 0 without an entry and else one more than the round in which the entry's state
 arrives; and so have trees above an exit: nobody need wait for what only others need. Inside a level the chains that
-lead to an exit come first: where maps are folded only they have to wait in backward.
+lead to an exit come first: where states are handed on they are walked and sent before the others, and where maps are
+folded only they have to wait in backward.
 
 Shapes: F fragments, N chunks, C chains of a pass, W its twigs, S slots, B slots and branch points without, R rows,
 Y entries, X exits.

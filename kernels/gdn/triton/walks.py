@@ -183,23 +183,24 @@ class Backward:
         self._dv_local = dv_local
         self._begun = Begun(torch.empty_like(stages.u), [None] * len(tables.waves)) if begun is None else begun
         self._gradients = Gradients.empty(self._k, stages.u.shape[1])
-        self._dentry = no_entry_gradients(self._k, stages.u, tables)
         self._unread: tuple[StatePass, torch.Tensor, torch.Tensor] | None = None  # rows of states and their gradients
         self._left = list(range(len(tables.waves)))
 
-    def entering(self, turn: int, dexit: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Gradients of the entry states, float32 [Y, H, K, V], of which those of this turn and of later ones are right.
+    def entering(self, turn: int, dexit: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+        """Gradients of the entry states, float32 [Y, H, K, V], of which those of this turn are right. Each turn has its
+        own: those of the turn before may be on their way.
 
         Args:
             dexit: gives the gradients of the exit states, float32 [X, H, K, V], those of this turn among them; called
                 when nothing else is left to do.
         """
+        dentry = no_entry_gradients(self._k, self._stages.u, self._tables)
         for exits in (False, True):
             for number in _of_turn(self._tables, turn, exits):
-                self._walk(number, dexit, self._dentry)
-        return self._dentry
+                self._walk(number, dexit, dentry)
+        return dentry
 
-    def gradients(self, dexit: Callable[[], torch.Tensor]) -> Inputs:
+    def gradients(self, dexit: Callable[[], torch.Tensor | None]) -> Inputs:
         """Of the inputs, each in the dtype of its input, with the turns that `entering` was not asked for."""
         tables, stages, inputs = self._tables, self._stages, self._inputs
         if not tables.chunks:
@@ -216,7 +217,7 @@ class Backward:
         results = (grads.dq, dk, dv, dg, dbeta)
         return Inputs(*(with_padding(grad.to(x.dtype), tables) for grad, x in zip(results, inputs, strict=True)))
 
-    def _walk(self, number: int, dexit: Callable[[], torch.Tensor], dentry: torch.Tensor | None) -> None:
+    def _walk(self, number: int, dexit: Callable[[], torch.Tensor | None], dentry: torch.Tensor | None) -> None:
         self._read()
         wave, done, at = self._tables.waves[number], self._begun.waves[number], self._stages
         k, size = self._k, self._tables.chunk_size
