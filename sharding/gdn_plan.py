@@ -2,8 +2,9 @@
 
 A fragment is a contiguous part of one segment on one rank; its recurrent state starts from its parent fragment's final
 state. Where the parent lies on another rank the state arrives through an *entry*; a fragment with children on other
-ranks offers its final state through an *exit*. An exit below an entry is known locally only as an affine map
-``H_exit = A @ H_entry + B``; the maps of all ranks are folded on the tree of entries and exits (`StateFold`).
+ranks offers its final state through an *exit*. States that cross ranks few times one after another are handed on as
+they are, in rounds (`StateRound`). Else an exit below an entry is known locally only as an affine map
+``H_exit = A @ H_entry + B``, and the maps of all ranks are folded on the tree of entries and exits (`StateFold`).
 
 Shapes: F local fragments, C chains, X exits and Y entries of this rank; GX, GY exits and entries of all ranks.
 """

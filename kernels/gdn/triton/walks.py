@@ -26,8 +26,8 @@ from cp_engine.kernels.gdn.triton.output import run_output
 from cp_engine.kernels.gdn.triton.solve_backward import solve_backward
 from cp_engine.kernels.gdn.triton.stages import Stages, in_fragments, with_padding
 
-# Rows of states and of their gradients (1 MiB each with 32 bf16 heads of 128 x 128) that are kept while gradients cross
-# ranks. Of waves beyond that the reverse pass runs twice.
+# Rows of states and of their gradients (1 MiB each with 32 bf16 heads of 128 x 128) that `begin_backward` keeps while
+# gradients cross ranks. Of waves beyond that the reverse pass runs twice.
 KEPT_ROWS = 4096
 
 
