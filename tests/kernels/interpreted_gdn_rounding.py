@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cp_engine.kernels.gdn import triton as gdn
-from cp_engine.kernels.gdn.triton import backward_pass, forward_pass
+from cp_engine.kernels.gdn.triton import walks
 from tests.gdn_oracle import random_forest
 from tests.kernels.gdn_cases import Case, case, rank_plans, whole_plan
 from tests.kernels.gdn_faults import without_entry_of_last_chain, without_last_chain_sum
@@ -42,27 +42,32 @@ def bf16_case(seed: int, rank: int | None = None) -> Case:
 
 def with_rounded_stages() -> list:
     """Patches that round w, u, T, the gradient of v' inside a chunk, states in rows, and every result."""
-    originals = {name: getattr(gdn, name) for name in ("chunk_stages", "outputs", "backward_stages", "input_gradients")}
-    states, adjoint = forward_pass.run_states, backward_pass.run_adjoint
+    chunk_stages, backward_stages = gdn.chunk_stages, gdn.backward_stages
+    states, adjoint, outputs, gradients = (
+        walks.run_states,
+        walks.run_adjoint,
+        walks.Forward.outputs,
+        walks.Backward.gradients,
+    )
 
-    def chunk_stages(*args):
-        made = originals["chunk_stages"](*args)
+    def rounded_stages(*args):
+        made = chunk_stages(*args)
         return replace(made, w=rounded(made.w), u=rounded(made.u), inverse=rounded(made.inverse))
 
     def run_states(k, w, u, decay, ends, entry_states, new_v, written, *rest, **how):
         states(k, w, u, decay, ends, entry_states, new_v, written, *rest, **how)
         written.rows.copy_(rounded(written.rows))
 
-    patches = {
-        "chunk_stages": chunk_stages,
-        "outputs": lambda *args: rounded(originals["outputs"](*args)),
-        "backward_stages": lambda *args: rounded(originals["backward_stages"](*args)),
-        "input_gradients": lambda *args: [rounded(x) for x in originals["input_gradients"](*args)],
-    }
-    contexts = [mock.patch.object(gdn, name, value) for name, value in patches.items()]
-    contexts.append(mock.patch.object(forward_pass, "run_states", run_states))
-    contexts.append(mock.patch.object(backward_pass, "run_adjoint", lambda *args: rounded(adjoint(*args))))
-    return contexts
+    return [
+        mock.patch.object(gdn, "chunk_stages", rounded_stages),
+        mock.patch.object(gdn, "backward_stages", lambda *args: rounded(backward_stages(*args))),
+        mock.patch.object(walks, "run_states", run_states),
+        mock.patch.object(walks, "run_adjoint", lambda *args, **how: rounded(adjoint(*args, **how))),
+        mock.patch.object(walks.Forward, "outputs", lambda walk: rounded(outputs(walk))),
+        mock.patch.object(
+            walks.Backward, "gradients", lambda walk, dexit: [rounded(x) for x in gradients(walk, dexit)]
+        ),
+    ]
 
 
 def share(mine: Case, fault=None) -> dict[str, float]:
