@@ -34,9 +34,9 @@ def start_gated_delta_rule(
 
     What the caller computes before calling that function runs while states move. So does its backward while their
     gradients move: autograd runs it between those of the two halves, since it goes by the order of the forward. It must
-    not wait for other ranks: some of them have states to send first, some to take. Every
-    rank of the group must call both, and backward, also one that has only a padding row (whose output and gradients
-    are zero). Parameter gradients are this rank's share: they sum over the group.
+    not wait for other ranks: some of them have states to send first, some to take. Every rank of the group must call
+    both, and backward, also one that has only a padding row (whose output and gradients are zero). Parameter gradients
+    are this rank's share: they sum over the group.
 
     Args:
         mixed_qkv: [n, C] projections before the convolution.

@@ -121,7 +121,7 @@ class Forward:
         self._pass = ForwardStates(stages, tables, inputs.zero_state())
         self._done: set[int] = set()
 
-    def leaving(self, turn: int, entry_states: torch.Tensor) -> torch.Tensor:
+    def leaving(self, turn: int, entry_states: torch.Tensor | None) -> torch.Tensor:
         """States of all exits [X, H, K, V], of which those of this turn and of earlier ones are right."""
         self.run(turn, entry_states)
         return self._pass.states[self._tables.exit_slot]

@@ -68,7 +68,6 @@ class StatePass:
     slots: int
     rows: int
     turn: int  # of its trees
-    exits: bool  # some chunk ends at an exit
     exit: torch.Tensor  # int64 [x] the exits that it ends at
     exit_slot: torch.Tensor  # int64 [x] and their slots
     reader_ptr: torch.Tensor  # int32 [B + 1]
@@ -76,6 +75,11 @@ class StatePass:
     twig_ptr: torch.Tensor  # int32 [B + 1]
     twigs: torch.Tensor  # int32 [W] chunks that are twigs of each branch point
     branch_twigs: bool  # some twig stands at a branch point, not below an entry or a root of its own
+
+    @property
+    def exits(self) -> bool:
+        """Some chunk ends at an exit."""
+        return len(self.exit) > 0
 
     @property
     def below(self) -> bool:
@@ -273,7 +277,7 @@ def _state_pass(
     exits = exits[np.argsort(table[exits, 3])]
     turn, slots = int(of.turn[kept].max(initial=0)), 1 + entries + int(stored.sum())
     return StatePass(
-        table, members, chains, levels, slots, rows, turn, bool(len(exits)), table[exits, 3], table[exits, 2],
+        table, members, chains, levels, slots, rows, turn, table[exits, 3], table[exits, 2],
         reader_ptr, reader, twig_ptr, twigs, branch_twigs=bool((starts_from[twig] > entries).any()),
     )  # fmt: skip
 
