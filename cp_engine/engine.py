@@ -33,7 +33,7 @@ from cp_engine.models.recompute import recompute_layers
 from cp_engine.models.routers import router_shape
 from cp_engine.models.shape import attention_window, conv_width, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
-from cp_engine.pack import AttentionIntervals, DevicePack, device_pack
+from cp_engine.pack import DevicePack
 from cp_engine.pack_budget import resolved_memory, resolved_packing
 from cp_engine.placement import PlacedPack, place_pack, plan_rank
 from cp_engine.rollouts import Rollout, check_rollouts
@@ -41,7 +41,6 @@ from cp_engine.routes import check_routes, row_routes
 from cp_engine.schedule import learning_rate
 from cp_engine.sharding.exchange.rows import accumulation_dtype
 from cp_engine.sharding.packing import Pack
-from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import StepData, pack_loss, prepare_step
 
 _LOG = logging.getLogger(__name__)
@@ -178,7 +177,7 @@ class Engine:
                 self.lookahead.begin(upcoming)
             self.distributed.backward(result.loss, last)
             if meter is not None:
-                meter.add(planned.placed, planned.plan, result, planned.seconds, planned.waited)
+                meter.add(planned.placed, on_device.plan, result, planned.seconds, planned.waited)
 
     @torch.no_grad()
     def _router_balance(self, step: StepData, packs: list[DevicePack]) -> RouterBalance:
@@ -202,23 +201,8 @@ class Engine:
         """This DP group's packs of a step on the device, and whether each is the last."""
         rounds = -(-max(1, len(step.packs)) // self.mesh.dp)
         for index, planned in enumerate(self.lookahead.planned(step)):
-            require_equal_digests(planned.plan.digest, "pack plan", self.ranks, self.mesh.cp)
-            context = self.mesh.context
-            placed = planned.placed
-            layouts = (placed.layout, placed.gdn_layout)
-            routes = [
-                None if layout is None else row_routes(step.flat, placed.pack, layout.rank_tokens(context.rank))
-                for layout in layouts
-            ]
-            on_device = device_pack(
-                planned.plan,
-                context.group,
-                self.ranks.device,
-                *routes,
-                intervals=planned.intervals,
-                transport=self.config.parallel.transport,
-            )
-            yield planned, on_device, index + 1 == rounds
+            require_equal_digests(planned.on_host.plan.digest, "pack plan", self.ranks, self.mesh.cp)
+            yield planned, planned.on_host.on_device(), index + 1 == rounds
 
     @torch.no_grad()
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -240,7 +224,7 @@ class Engine:
         found = torch.zeros(len(step.flat.token), dtype=torch.float64, device=self.ranks.device)
         for planned, on_device, _ in self._packs(step):
             edge_logprob, _ = self.distributed(on_device, temperature=temperature)
-            index = torch.as_tensor(step.occurrence_index(planned.pack, planned.plan), device=found.device)
+            index = torch.as_tensor(step.occurrence_index(planned.pack, on_device.plan), device=found.device)
             found[index] = edge_logprob[on_device.occurrence_edge].double()
         self.distributed.after_forward()
         if self.ranks.group is not None:  # each occurrence lies on one rank
@@ -264,15 +248,23 @@ class Engine:
             _warn_of_idle_groups(len(step.packs), self.mesh.dp)
         return step
 
-    def _plan(self, pack: Pack) -> tuple[PlacedPack, ShardPlan, AttentionIntervals]:
+    def _plan(self, step: StepData, pack: Pack) -> tuple[PlacedPack, DevicePack]:
+        """Where a pack's tokens lie, and this rank's tables on the host."""
         placed = place_pack(pack, self.config.parallel, self.shape)
-        rank = self.mesh.context.rank
-        plan = plan_rank(placed, rank, self.config.parallel.gdn_exchange, self.conv_width, self.window)
+        context, parallel = self.mesh.context, self.config.parallel
+        plan = plan_rank(placed, context.rank, parallel.gdn_exchange, self.conv_width, self.window)
         heads = Heads(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim, self.dtype)
-        full = kernel_intervals(plan.attention, self.ranks.device, heads)
-        if plan.window_attention is None:
-            return placed, plan, (full, None)
-        return placed, plan, (full, kernel_intervals(plan.window_attention, self.ranks.device, heads))
+        intervals = tuple(
+            None if attention is None else kernel_intervals(attention, self.ranks.device, heads)
+            for attention in (plan.attention, plan.window_attention)
+        )
+        routes = [
+            None if layout is None else row_routes(step.flat, placed.pack, layout.rank_tokens(context.rank))
+            for layout in (placed.layout, placed.gdn_layout)
+        ]
+        return placed, DevicePack(
+            plan, context.group, self.ranks.device, *routes, intervals=intervals, transport=parallel.transport
+        )
 
     def named_full_weights(self, adapter: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream whole weights, one tensor at a time, for a sampler or an export; every rank iterates to the end.

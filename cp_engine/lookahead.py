@@ -8,11 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from cp_engine.distributed.mesh import Mesh
-from cp_engine.pack import AttentionIntervals
+from cp_engine.pack import DevicePack
 from cp_engine.placement import PlacedPack
 from cp_engine.rollouts import Rollout
 from cp_engine.sharding.packing import Pack, deal_packs
-from cp_engine.sharding.plan import ShardPlan
 from cp_engine.step import StepData
 
 
@@ -22,8 +21,7 @@ class PlannedPack:
 
     pack: Pack
     placed: PlacedPack
-    plan: ShardPlan
-    intervals: AttentionIntervals  # with the lists that kernels will want
+    on_host: DevicePack  # with the lists that kernels will want
     seconds: float  # that planning took
     waited: float = 0.0  # seconds that the step waited for it
 
@@ -35,13 +33,13 @@ class Lookahead:
 
     Args:
         prepare: the rollouts of a step to its data.
-        plan: a pack to its placement, this rank's plan and the intervals of its attention.
+        plan: a pack of a step to its placement and this rank's tables, on the host.
     """
 
     def __init__(
         self,
         prepare: Callable[[Sequence[Rollout]], StepData],
-        plan: Callable[[Pack], tuple[PlacedPack, ShardPlan, AttentionIntervals]],
+        plan: Callable[[StepData, Pack], tuple[PlacedPack, DevicePack]],
         mesh: Mesh,
     ):
         self._prepare, self._plan, self._mesh = prepare, plan, mesh
@@ -55,7 +53,7 @@ class Lookahead:
 
         def work() -> tuple[StepData, PlannedPack]:
             step = self._prepare(rollouts)
-            return step, self._timed(self._own_packs(step)[0])
+            return step, self._timed(step, self._own_packs(step)[0])
 
         self._begun = rollouts, self._thread.submit(work)
 
@@ -71,10 +69,10 @@ class Lookahead:
         """The packs of this rank's DP group, each planned while the one before it runs."""
         packs = self._own_packs(step)
         ready, self._ready = self._ready, None
-        planned = ready[1] if ready is not None and ready[0] is step else self._timed(packs[0])
+        planned = ready[1] if ready is not None and ready[0] is step else self._timed(step, packs[0])
         waited = 0.0 if ready is not None and ready[0] is step else planned.seconds
         for following in [*packs[1:], None]:
-            future = None if following is None else self._thread.submit(self._timed, following)
+            future = None if following is None else self._thread.submit(self._timed, step, following)
             yield replace(planned, waited=waited)
             if future is not None:
                 started = time.perf_counter()
@@ -84,7 +82,7 @@ class Lookahead:
     def _own_packs(self, step: StepData) -> list[Pack]:
         return deal_packs(step.packs, self._mesh.dp)[self._mesh.dp_rank]
 
-    def _timed(self, pack: Pack) -> PlannedPack:
+    def _timed(self, step: StepData, pack: Pack) -> PlannedPack:
         started = time.perf_counter()
-        placed, plan, intervals = self._plan(pack)
-        return PlannedPack(pack, placed, plan, intervals, time.perf_counter() - started)
+        placed, on_host = self._plan(step, pack)
+        return PlannedPack(pack, placed, on_host, time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""One rank's pack on its device.
+"""One rank's pack: made on the host, where a planning thread may do it ahead, then put on its device.
 
 Shapes: n local rows, E edges, O occurrences.
 """
@@ -6,14 +6,17 @@ Shapes: n local rows, E edges, O occurrences.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 import torch.distributed as dist
 
 from cp_engine.kernels.attention import Intervals
 from cp_engine.kernels.logprob import edge_tables
-from cp_engine.layers.attention import attention_tables
+from cp_engine.kernels.shared.on_device import moved
+from cp_engine.layers.attention import AttentionTables, attention_tables, kernel_intervals
 from cp_engine.layers.gdn_tables import gdn_tables
+from cp_engine.sharding.attention_plan import AttentionPlan
 from cp_engine.sharding.exchange.relay import relay_tables
 from cp_engine.sharding.plan import ShardPlan
 
@@ -33,6 +36,7 @@ class DevicePack:
     Attributes:
         plan: the `ShardPlan` it was made from.
         group: process group of the CP ranks; None for a single rank.
+        device: of the layers that read it. Tensors lie on the host until `on_device`.
         token_id, position: int64 [1, n].
         rollouts: int64 [n] rollouts that pass through each row; 0 on a padding row.
         gdn_rollouts: int64 [m] the same for rows of the layout of the GDN layers.
@@ -59,31 +63,51 @@ class DevicePack:
         intervals: AttentionIntervals = (None, None),
         transport: str = "auto",
     ):
-        def on_device(array):
-            return torch.as_tensor(array, dtype=torch.int64, device=device)
+        world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        assert (plan.world, plan.rank) == (world, rank), (
+            f"plan of rank {plan.rank} of {plan.world} on rank {rank} of a group of {world}"
+        )
+        assert routes is None or (gdn_routes is None) == (plan.relayout is None), "routes of one of two layouts"
+
+        def tensor(array):
+            return torch.as_tensor(array, dtype=torch.int64)
 
         self.plan = plan
         self.group = group
-        self.token_id = on_device(plan.token_id)[None]
-        self.position = on_device(plan.position)[None]
-        self.rollouts = on_device(plan.rollouts)
-        self.gdn_rollouts = on_device(plan.gdn_rollouts)
-        self.routes = None if routes is None else on_device(routes)
-        self.gdn_routes = self.routes if gdn_routes is None else on_device(gdn_routes)
+        self.device = torch.device(device)
+        self.token_id = tensor(plan.token_id)[None]
+        self.position = tensor(plan.position)[None]
+        self.rollouts = tensor(plan.rollouts)
+        self.gdn_rollouts = tensor(plan.gdn_rollouts)
+        self.routes = None if routes is None else tensor(routes)
+        self.gdn_routes = self.routes if gdn_routes is None else tensor(gdn_routes)
         self.attention, self.window_attention = (
-            None
-            if attention is None
-            else attention_tables(attention, plan.rank, device, intervals=made, transport=transport)
+            None if attention is None else self._attention_tables(attention, made, transport)
             for attention, made in zip((plan.attention, plan.window_attention), intervals, strict=True)
         )
-        self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, plan.rank, device, transport=transport)
-        self.relay = None if plan.relayout is None else relay_tables(plan.relayout, device)
+        self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, rank, transport=transport)
+        if self.gdn is not None and self.device.type == "cuda":
+            self.gdn.make_for_triton()
+        self.relay = None if plan.relayout is None else relay_tables(plan.relayout)
         loss = plan.loss
-        self.predictors = relay_tables(loss.hidden, device)
-        self.edges = edge_tables(loss.predictors, loss.edge_predictor, loss.edge_target, device)
-        self.occurrence_edge = on_device(loss.occurrence_edge)
-        self.occurrence_rollout = on_device(loss.occurrence_rollout)
-        self.occurrence_position = on_device(loss.occurrence_position)
+        self.predictors = relay_tables(loss.hidden)
+        self.edges = edge_tables(loss.predictors, loss.edge_predictor, loss.edge_target)
+        self.occurrence_edge = tensor(loss.occurrence_edge)
+        self.occurrence_rollout = tensor(loss.occurrence_rollout)
+        self.occurrence_position = tensor(loss.occurrence_position)
+
+    def _attention_tables(
+        self, plan: AttentionPlan, intervals: Sequence[Intervals] | None, transport: str
+    ) -> AttentionTables:
+        made = kernel_intervals(plan, self.device) if intervals is None else intervals
+        return attention_tables(plan, self.plan.rank, intervals=made, transport=transport)
+
+    def on_device(self) -> DevicePack:
+        """The pack with its tensors on the device; nothing waits for what that is doing."""
+        made = copy(self)
+        tables = {name: part for name, part in vars(self).items() if name not in ("plan", "group")}
+        vars(made).update(zip(tables, moved(list(tables.values()), self.device), strict=True))
+        return made
 
 
 def device_pack(
@@ -95,7 +119,7 @@ def device_pack(
     intervals: AttentionIntervals = (None, None),
     transport: str = "auto",
 ) -> DevicePack:
-    """Put a rank's plan on its device.
+    """A rank's pack on its device.
 
     Args:
         group: process group of the CP ranks; None for a single rank.
@@ -104,12 +128,7 @@ def device_pack(
         intervals: by `layers.attention.kernel_intervals`; None are made here.
         transport: of exchanges, as `parallel.transport`.
     """
-    world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    assert (plan.world, plan.rank) == (world, rank), (
-        f"plan of rank {plan.rank} of {plan.world} on rank {rank} of a group of {world}"
-    )
-    assert routes is None or (gdn_routes is None) == (plan.relayout is None), "routes of one of two layouts"
-    return DevicePack(plan, group, device, routes, gdn_routes, intervals, transport)
+    return DevicePack(plan, group, device, routes, gdn_routes, intervals, transport).on_device()
 
 
 def pack_of(kwargs: dict, layer: str) -> DevicePack:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cp_engine.config import LossConfig, PackingConfig
+from cp_engine.kernels.shared.on_device import moved
 from cp_engine.losses.advantages import centred_rewards, normalised_rewards
 from cp_engine.losses.choose import occurrence_loss
 from cp_engine.losses.occurrences import OccurrenceLoss, Occurrences
@@ -196,7 +197,6 @@ def pack_loss(
         balance: the step's load-balancing loss of routers, which is added.
     """
     outputs = {} if balance is None else {"outputs": "edges and routers"}
-    # Before the model: copies to a device wait for what was started on it.
     given = _given_values(device_pack, step, pack, dtype)
     weight = _on(device_pack, step.weight[pack.rollouts], dtype)
     edge_logprob, edge_entropy, *router_logits = model(device_pack, temperature=loss.temperature, **outputs)
@@ -234,4 +234,4 @@ def _given_values(device_pack: DevicePack, step: StepData, pack: Pack, dtype: to
 
 
 def _on(device_pack: DevicePack, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=dtype, device=device_pack.occurrence_edge.device)
+    return moved(torch.as_tensor(values, dtype=dtype), device_pack.device)

@@ -9,6 +9,7 @@ from cp_engine.distributed.mesh import Mesh
 from cp_engine.engine import Engine
 from cp_engine.kernels.attention import reference
 from cp_engine.lookahead import Lookahead
+from cp_engine.pack import DevicePack
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
 
 ALONE = Mesh(this_rank(), this_rank(), 1)
@@ -31,9 +32,9 @@ def seen(monkeypatch):
 
 
 def lookahead(seen, prepare=None, plan=None) -> Lookahead:
-    def default(pack):
+    def default(step, pack):
         seen.append((pack.name, threading.current_thread().name.startswith("planner")))
-        return pack.name, None, []
+        return pack.name, None
 
     return Lookahead(prepare or (lambda rollouts: _Step(*rollouts)), plan or default, ALONE)
 
@@ -70,10 +71,10 @@ def test_errors_of_the_thread_surface(seen):
     with pytest.raises(ValueError, match="cannot use x"):
         ahead.step("x")
 
-    def broken(pack):
+    def broken(step, pack):
         if pack.name == "b":
             raise ValueError("no exchange keeps to the budget")
-        return pack.name, None, []
+        return pack.name, None
 
     ahead = lookahead(seen, plan=broken)
     with pytest.raises(ValueError, match="no exchange keeps to the budget"):
@@ -91,6 +92,21 @@ def test_lists_of_kernels_are_built_with_the_plan_and_only_there(monkeypatch):
     engine = Engine(tiny_config({}), this_rank())
     figures = engine.train_step(sample())
     assert figures["packs"] > 1 and on_thread == [False] + [True] * (figures["packs"] - 1)
+
+
+def test_a_packs_tables_are_made_with_its_plan_and_only_there(monkeypatch):
+    on_thread, make = [], DevicePack.__init__
+
+    def recorded(*arguments, **keywords):
+        on_thread.append(threading.current_thread().name.startswith("planner"))
+        make(*arguments, **keywords)
+
+    monkeypatch.setattr(DevicePack, "__init__", recorded)
+    engine = Engine(tiny_config({}), this_rank())
+    figures = engine.train_step(sample(), upcoming := sample())
+    engine.train_step(upcoming)
+    packs = figures["packs"]
+    assert packs > 1 and on_thread == [False] + [True] * (2 * packs - 1)
 
 
 def test_upcoming_rollouts_change_nothing_but_when_plans_are_made():

@@ -87,7 +87,7 @@ class GdnTables:
         return gdn.chain_tables(*fragments, *crossing, self.mixed_rows, self.chunk_size, self.device)
 
     def make_for_triton(self) -> None:
-        """Make its tables now and not inside the first layer: copies to a device wait."""
+        """Make its tables now and not inside the first layer, as a planning thread does."""
         _ = self.chains, self.conv.short_taps, self.conv.late, self.conv.readers
 
     def of_backend(self, backend: str) -> gdn.ChunkTables | gdn.ChainTables:
@@ -107,7 +107,7 @@ def gdn_tables(
     # Head shards hold exactly the tokens; token shards have a padding row where they hold none.
     rows = max(1, tokens) if order is None else tokens
     fetch = plan.history_fetch
-    tables = GdnTables(
+    return GdnTables(
         plan=plan,
         rows=rows if order is None else order.rows,
         mixed_rows=rows,
@@ -121,6 +121,3 @@ def gdn_tables(
         order=order,
         transport=transport,
     )
-    if device.type == "cuda":
-        tables.make_for_triton()
-    return tables

@@ -6,10 +6,12 @@ Shapes: Nq query rows, Nk key rows, U runs, E spans.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from cp_engine.kernels.shared.on_device import moved
 
 _ARRAYS = ("run_row", "run_length", "span_ptr", "span_lo", "span_hi", "diag_lo", "diag_hi")
 
@@ -58,14 +60,3 @@ class Intervals:
     def on_device(self, backend: str, build: Callable[[Intervals], object]):
         """What `prepared` gives, its tensors on the device of the calls."""
         return self.prepared(f"{backend} on the device", lambda made: moved(made.prepared(backend, build), self.device))
-
-
-def moved(table, device: torch.device):
-    """A tensor, or tuples, lists and dataclasses with tensors in them, on a device; anything else as it is."""
-    if isinstance(table, torch.Tensor):
-        return table.to(device)
-    if isinstance(table, tuple | list):
-        return type(table)(moved(part, device) for part in table)
-    if is_dataclass(table):
-        return replace(table, **{part.name: moved(getattr(table, part.name), device) for part in fields(table)})
-    return table

@@ -1,13 +1,18 @@
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_leaves
 
 from cp_engine.engine import Engine
 from cp_engine.models.load import float32_parameters, load_model, prepare_for_trees
 from cp_engine.models.tree_causal_lm import TreeCausalLM
-from cp_engine.pack import device_pack
+from cp_engine.pack import DevicePack, device_pack
+from cp_engine.sharding.forest import build_forest
+from cp_engine.sharding.plan import shard_plan
 from tests.distributed.engine_cases import sample, this_rank, tiny_config
+from tests.forests import random_layout
 from tests.models.flat import branching_rollouts, one_rank_pack
 
 
@@ -59,3 +64,43 @@ def test_the_transport_of_the_configuration_reaches_attention():
     engine = Engine(tiny_config({"parallel": {"transport": "collective"}}), this_rank())
     packs = engine._packs(engine._prepare(sample()))
     assert [pack.attention.transport for _, pack, _ in packs] == ["collective"] * 3
+
+
+def tensors_in(value, path: str = "pack") -> dict[str, torch.Tensor]:
+    """Every tensor that an object holds, by where it is; kernels' own lists move at their first call."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    parts = {}
+    if isinstance(value, tuple | list):
+        parts = dict(enumerate(value))
+    elif isinstance(value, dict):
+        parts = {name: part for name, part in value.items() if name != "_prepared"}
+    elif hasattr(value, "__dict__"):
+        return tensors_in(vars(value), path)
+    return {name: x for key, part in parts.items() for name, x in tensors_in(part, f"{path}.{key}").items()}
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("own_layout", [False, True])
+def test_no_table_of_a_pack_stays_on_the_host(monkeypatch, exchange, own_layout):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    rollouts = branching_rollouts()
+    forest = build_forest(np.concatenate(rollouts), np.cumsum([0, *map(len, rollouts)]))
+    mask = np.ones(sum(map(len, rollouts)), bool)
+    layouts = [random_layout(forest, seed, 2) for seed in (3, 4)]
+    plan = shard_plan(
+        forest, layouts[0], 1, mask, exchange, conv_width=4, window=9, gdn_layout=layouts[1] if own_layout else None
+    )
+    of_gdn = layouts[1] if own_layout else layouts[0]
+    routes = [np.zeros((2, len(x.rank_tokens(1)), 1)) for x in (layouts[0], of_gdn)]
+    on_host = DevicePack(plan, object(), "meta", routes[0], routes[1] if own_layout else None)
+    on_host.gdn.make_for_triton()
+    there = on_host.on_device()
+    before, after = tensors_in(on_host), tensors_in(there)
+    assert before.keys() == after.keys() and len(before) > 60
+    assert {name for name, x in before.items() if x.device.type != "cpu"} == set()
+    assert {name for name, x in after.items() if x.device.type != "meta"} == set()
+    assert all(x.shape == after[name].shape and x.dtype == after[name].dtype for name, x in before.items())
+    assert there.gdn.device.type == there.gdn.conv.device.type == "meta" and there.gdn.conv.taps.device.type == "meta"
