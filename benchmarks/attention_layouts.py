@@ -51,18 +51,21 @@ def place(layout: str, forest: Forest, world: int, workload: Workload) -> Placem
 def spread_layout(forest: Forest, world: int, trunk: int = SPREAD_TOKENS) -> Layout:
     """Every trunk cut over all ranks, and so are the short segments between them.
 
-    A trunk is a segment of at least ``trunk`` tokens. Of it, and of each run of shorter segments of one tree, rank r
-    owns part r from the front and part r from the back of 2P equal parts: equal tokens and about equal pairs.
+    A trunk is a segment of at least ``trunk`` tokens. Of it, and of each run of shorter segments of tree t, rank r
+    owns part (r - t) mod P from the front and that part from the back of 2P equal parts: equal tokens and about equal
+    pairs. The ranks of the first parts differ from tree to tree, so that no rank waits with all its trees for another.
     """
     is_trunk = forest.segment_length >= trunk
     opens = np.ones(forest.segments, bool)
     opens[1:] = is_trunk[1:] | is_trunk[:-1] | (forest.parent[1:] < 0)
-    bounds = np.append(forest.segment_start[np.flatnonzero(opens)], forest.tokens)
+    first = np.flatnonzero(opens)
+    bounds = np.append(forest.segment_start[first], forest.tokens)
+    tree = np.cumsum(forest.parent < 0)[first] - 1
     parts = 2 * world
     inner = bounds[:-1, None] + np.diff(bounds)[:, None] * np.arange(1, parts + 1) // parts
     to_and_fro = np.concatenate([np.arange(world), np.arange(world)[::-1]])
     cuts = np.concatenate([np.zeros(1, np.int64), inner.reshape(-1)])
-    return layout_from_cuts(cuts, np.tile(to_and_fro, len(inner)), world)
+    return layout_from_cuts(cuts, ((tree[:, None] + to_and_fro) % world).reshape(-1), world)
 
 
 def predicted_ms(placement: Placement, workload: Workload) -> dict[str, float]:

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from cp_engine.kernels.attention import Intervals, attention, attention_backward, prepare
 from cp_engine.sharding.attention_plan import AttentionPlan, GatherPlan
@@ -276,6 +277,7 @@ class _TreeAttention(torch.autograd.Function):
         return results[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         arguments = ctx.kernel_backward, ctx.saved_tensors, dout
         if isinstance(ctx.tables, GatherTables):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cp_engine.kernels import conv
 from cp_engine.kernels.gdn import api as gdn
@@ -102,6 +103,7 @@ class _Start(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _):
         dx, dweight, *gates = ctx.mixing.gradients()
         return dx, dweight, *(grad.to(dtype) for grad, dtype in zip(gates, ctx.gate_dtypes, strict=True)), None
@@ -119,6 +121,7 @@ class _Outputs(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout: torch.Tensor):
         ctx.mixing.pull(dout, *ctx.saved_tensors)
         return dout.new_empty(0), None, None, None, None, None

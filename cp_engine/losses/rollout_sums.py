@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 RolloutSum = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(values [O], rollout int64 [O], r) -> sums [r], differentiable."""
@@ -46,6 +47,7 @@ class _AllReduce(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)

@@ -7,6 +7,7 @@ from types import MethodType
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from cp_engine.config import LoraSection
 
@@ -57,6 +58,7 @@ class _Lowered(torch.autograd.Function):
         return x @ weight.T, x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dlow: torch.Tensor, dx: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         # The frozen product alone reads the second output, so nobody else holds its gradient.

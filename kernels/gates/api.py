@@ -6,6 +6,7 @@ Shapes: n rows, H value heads, R rows of heads (n H), D size of a head.
 from __future__ import annotations
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cp_engine.kernels.gates import reference, triton
 from cp_engine.kernels.shared import packages
@@ -67,6 +68,7 @@ class _InputGates(torch.autograd.Function):
         return g, beta
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dg, dbeta):
         return triton.input_gates_backward(*ctx.saved_tensors, dg, dbeta)
 
@@ -79,5 +81,6 @@ class _GatedNorm(torch.autograd.Function):
         return triton.gated_norm(x, gate, weight, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         return *triton.gated_norm_backward(*ctx.saved_tensors, ctx.eps, dout), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cp_engine.sharding.exchange.kept import kept
 from cp_engine.sharding.exchange.rows import accumulation_dtype, all_to_all_rows
@@ -58,6 +59,7 @@ class _RowsToHeads(torch.autograd.Function):
         return share
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: torch.Tensor):
         (columns,) = ctx.saved_tensors
         dx = _spread(dy, ctx.tables, ctx.group).to(accumulation_dtype(dy.dtype))
@@ -76,6 +78,7 @@ class _HeadsToRows(torch.autograd.Function):
         return rows
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx: torch.Tensor):
         return _collect(dx, ctx.tables, ctx.group), None, None
 

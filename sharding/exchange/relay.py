@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cp_engine.sharding.exchange.kept import kept
 from cp_engine.sharding.exchange.rows import all_to_all_rows, put_rows
@@ -85,6 +86,7 @@ class _Relay(torch.autograd.Function):
         return moved
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: torch.Tensor):
         return _move(dy, ctx.tables.back, ctx.group), None, None
 

@@ -283,7 +283,8 @@ def test_lists_made_ahead_are_for_the_heads_that_kernels_get(exchange, heads):
     assert made[0] in vars(getattr(tables.exchange, "gather", tables.exchange)).values() or exchange == "ring"
 
 
-def test_lists_made_ahead_stay_on_the_host_until_they_are_used():
+def test_lists_made_ahead_stay_on_the_host_until_they_are_used(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     forest = case_rows(Case("gather", 3)).forest
     plan = attention_plan(forest, contiguous_layout(forest, 2), 1, "gather")
     (intervals,) = kernel_intervals(plan, "meta", Heads(4, 2, 16, torch.float64))

@@ -192,7 +192,7 @@ def test_head_groups_divide_the_kv_heads_and_pay_for_themselves():
     # 1.1 ms of exchange; a group more costs 3 % of the kernel.
     assert groups_of(36_864, 10**7, 4) == 4
     assert groups_of(36_864, 10**9, 4) == 1
-    # `art_5k16x100` spread over two GPUs.
+    # `art_5k16x100` over two GPUs, each trunk in quarters and the outer two on the same rank.
     assert groups_of(30_560, 124_800_000, 4) == 2
 
 
