@@ -33,6 +33,8 @@ def test_on_a_hopper_card_the_kernels_choose(hopper):
     found = doctor.operators(H200)
     chosen = backends(found)
     assert chosen["attention forward", "bfloat16", 128, "all"] == "cudnn"
+    # It would round what is merged.
+    assert chosen["attention partial forward", "bfloat16", 128, "all"] == "triton"
     assert chosen["attention backward", "bfloat16", 128, "short segments"] == "triton"
     assert chosen["attention backward", "bfloat16", 128, "long trunk"] == "cudnn"
     assert chosen["attention backward", "bfloat16", 256, "all"] == "triton"

@@ -62,6 +62,7 @@ def kernel_intervals(
         device: of the calls. Nothing is put there, so that a planning thread waits for no kernel.
         heads: build the lists of the backends that `auto` will call for them; None leaves that to the first layer.
     """
+    merged = plan.ring is not None and bool(plan.fetch.moves.counts.any())
     if plan.ring is not None:
         parts = plan.ring.intervals
     else:
@@ -70,7 +71,7 @@ def kernel_intervals(
     if heads is not None:
         query, kv = _heads_of_a_call(plan, heads)
         for intervals in made:
-            prepare(intervals, query_heads=query, kv_heads=kv, size=heads.size, dtype=heads.dtype)
+            prepare(intervals, query_heads=query, kv_heads=kv, size=heads.size, dtype=heads.dtype, accumulate=merged)
     return made
 
 

@@ -4,8 +4,8 @@ Shapes: Nq query rows, Nk key rows, Hq query heads, Hk kv heads (Hq a multiple o
 head ``h // (Hq // Hk)``. Equations and what counts as correct: `cp_engine.kernels.attention.reference`.
 
 A backend is a module with ``forward(q, k, v, intervals, scale, accumulate, into)``, ``backward(q, k, v, out, lse, dout,
-intervals, scale, accumulate_q, accumulate_kv, into_q)`` and ``prepare(step, q, kv_heads, intervals)``. It is imported
-when it is first asked for.
+intervals, scale, accumulate_q, accumulate_kv, into_q)`` and ``prepare(step, q, kv_heads, intervals)``, where a step is
+"forward", "partial forward" (with ``accumulate``) or "backward". It is imported when it is first asked for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def attention(
         k, v: [Nk, Hk, D], of q's dtype and device. Nq and Nk may be 0.
         intervals: visible key rows of each query row.
         scale: factor on ``q . k``.
-        accumulate: return ``out`` in the accumulation dtype, for callers that merge partial results.
+        accumulate: return ``out`` in the accumulation dtype, for callers that merge partial results. `cudnn` has it
+            rounded to q's dtype all the same; `auto` does not take that for it.
         into: tensors that become out and lse, of any strides: for callers that compute a group of heads at a time.
             `cudnn` writes there where out is aligned and lse has its rows side by side; other results are copied.
 
@@ -118,13 +119,14 @@ def prepare(
     kv_heads: int,
     size: int,
     dtype: torch.dtype,
+    accumulate: bool = False,
     backend: str = "auto",
 ) -> None:
     """Build on the host what calls of these shapes need of the intervals, so that a planning thread can do it ahead.
 
     Calls without it build the same at their first layer. Nothing touches the device: tables go there, and cuDNN's mask
     plan (GPU work of a few milliseconds) is made, at the first call. ``query_heads`` and ``kv_heads`` are those of one
-    call: of a group of heads, where an exchange calls the kernel by groups.
+    call: of a group of heads, where an exchange calls the kernel by groups; ``accumulate`` is that of its forward.
 
     Raises:
         ValueError: for an unknown backend, or head counts that do not fit together.
@@ -132,7 +134,7 @@ def prepare(
     if kv_heads < 1 or query_heads < 1 or query_heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of kv heads; got {query_heads} and {kv_heads}")
     rows = torch.empty(0, query_heads, size, dtype=dtype, device=intervals.device)
-    for step in ("forward", "backward"):
+    for step in ("partial forward" if accumulate else "forward", "backward"):
         _backend(backend).prepare(step, rows, kv_heads, intervals)
 
 

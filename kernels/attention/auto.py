@@ -1,6 +1,7 @@
 """Picks the attention backend: by device, dtype and head size, then by rates measured on an H200 (docs/log.md).
 
-Forward and backward are picked on their own: each takes only q, k, v and, backward, the final out and lse.
+Forward and backward are picked on their own: each takes only q, k, v and, backward, the final out and lse. Partial
+results, which a caller merges, come from a backend that hands them out in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def forward(
     into: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention`."""
-    name = choose("forward", q, intervals)
+    name = choose("partial forward" if accumulate else "forward", q, intervals)
     return MODULES[name].forward(q, k, v, intervals, scale, accumulate, into)
 
 
@@ -59,12 +60,14 @@ def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> 
 
 
 def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
-    """The backend for "forward" or "backward" of query rows like q."""
+    """The backend for the step "forward", "partial forward" or "backward" of query rows like q."""
     # float32 is for proofs: the reference is exact there, and matrix units do not help any backend.
     if q.device.type != "cuda" or q.dtype in (torch.float64, torch.float32):
         return "reference"
     why = {name: MODULES[name].why_not(q) for name in ("cudnn", "triton")}
-    name = next((one for one in ("cudnn", "triton") if why[one] is None), "reference")
+    # cuDNN rounds partial results to 16 bits: merged, they leave the bounds of bf16 (1.35 x them over four ranks).
+    able = ("triton",) if step == "partial forward" else ("cudnn", "triton")
+    name = next((one for one in able if why[one] is None), "reference")
     if step == "backward" and why["triton"] is None:
         # Five products: 59.5 ms where `fa4` takes 79.2 and `cudnn` 93.5 (one trunk of 16,384 with 16 leaves of 2,048).
         # Its blocks are not smaller than theirs, but nor are they larger: no tree turns the order round.

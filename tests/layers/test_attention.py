@@ -274,6 +274,7 @@ def test_lists_made_ahead_are_for_the_heads_that_kernels_get(exchange, heads):
         made = kernel_intervals(plan, "meta", Heads(*heads, 16, torch.bfloat16))
     assert len(made) == (4 if exchange == "ring" else 1)
     wanted = {"query_heads": query // groups, "kv_heads": kv // groups, "size": 16, "dtype": torch.bfloat16}
+    wanted["accumulate"] = exchange == "ring"  # results of its rounds are merged
     assert prepared.call_args_list == [mock.call(intervals, **wanted) for intervals in made]
     tables = attention_tables(plan, 1, intervals=made)
     if "gather" in exchange:  # the exchange asks the same question

@@ -26,8 +26,9 @@ def all_runs() -> list[Run]:
     teams = (("ulysses_gather:1", 2), ("ulysses_gather:2", None))
     runs = runs_of("reference", torch.float64, EXCHANGES + teams) + runs_of("triton", torch.bfloat16, EXCHANGES)
     if importlib.util.find_spec("cudnn") is not None:
-        # Not ring: cudnn hands out partial results in bf16, so that merging them adds a rounding.
+        # Not ring: cudnn hands out partial results in bf16, so that merging them adds a rounding. `auto` knows.
         runs += runs_of("cudnn", torch.bfloat16, (("gather", 4), ("ulysses", None)))
+        runs += runs_of("auto", torch.bfloat16, (("ring", None),))
     return runs
 
 

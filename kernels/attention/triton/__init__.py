@@ -94,7 +94,7 @@ def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> 
         blocks_of(q, kv_heads, intervals, on_device=False)
         return
     pack = packed_heads(q.shape[1] // kv_heads)
-    row_tiles("forward" if step == "forward" else "dq", q, pack, intervals, tile_list)
+    row_tiles("dq" if step == "backward" else "forward", q, pack, intervals, tile_list)
     if step == "backward":
         key_tiles(q, pack, intervals, tile_list)
 
