@@ -17,6 +17,7 @@ from cp_engine.sharding.measure import Survey, measure
 from cp_engine.sharding.search import balanced_layout
 
 LAYOUTS = ("planner", "spread", "contiguous")
+CHUNK = 64  # tokens
 SPREAD_TOKENS = 1024  # a segment from this size on is a trunk that `spread` cuts over all ranks
 
 
@@ -54,18 +55,36 @@ def spread_layout(forest: Forest, world: int, trunk: int = SPREAD_TOKENS) -> Lay
     A trunk is a segment of at least ``trunk`` tokens. Of it, and of each run of shorter segments of tree t, rank r
     owns part (r - t) mod P from the front and that part from the back of 2P equal parts: equal tokens and about equal
     pairs. The ranks of the first parts differ from tree to tree, so that no rank waits with all its trees for another.
+    Cuts lie where chunks of GDN layers end, which are the same on one GPU then; what that moves is made up for later.
     """
     is_trunk = forest.segment_length >= trunk
     opens = np.ones(forest.segments, bool)
     opens[1:] = is_trunk[1:] | is_trunk[:-1] | (forest.parent[1:] < 0)
     first = np.flatnonzero(opens)
-    bounds = np.append(forest.segment_start[first], forest.tokens)
-    tree = np.cumsum(forest.parent < 0)[first] - 1
-    parts = 2 * world
-    inner = bounds[:-1, None] + np.diff(bounds)[:, None] * np.arange(1, parts + 1) // parts
-    to_and_fro = np.concatenate([np.arange(world), np.arange(world)[::-1]])
-    cuts = np.concatenate([np.zeros(1, np.int64), inner.reshape(-1)])
-    return layout_from_cuts(cuts, ((tree[:, None] + to_and_fro) % world).reshape(-1), world)
+    bounds = np.append(forest.segment_start[first], forest.tokens).tolist()
+    trees = (np.cumsum(forest.parent < 0)[first] - 1).tolist()
+    to_and_fro = [*range(world), *reversed(range(world))]
+    cuts, ranks, surplus = [0], [], [0] * world  # tokens that a rank owns beyond its share so far
+    for begin, end, tree in zip(bounds[:-1], bounds[1:], trees, strict=True):
+        ideal = [begin + (end - begin) * part // len(to_and_fro) for part in range(len(to_and_fro) + 1)]
+        for part, turn in enumerate(to_and_fro):
+            rank, share = (turn + tree) % world, ideal[part + 1] - ideal[part]
+            wanted = min(max(cuts[-1], cuts[-1] + share - surplus[rank]), end)
+            cut = end if part == len(to_and_fro) - 1 else nearest_cut(forest, wanted, trunk)
+            surplus[rank] += cut - cuts[-1] - share
+            cuts.append(cut)
+            ranks.append(rank)
+    return layout_from_cuts(np.array(cuts), np.array(ranks), world)
+
+
+def nearest_cut(forest: Forest, token: int, trunk: int) -> int:
+    """Where a cut near a token is: in a trunk at the end of a chunk, between other segments."""
+    if token == forest.tokens:
+        return token
+    segment = int(np.searchsorted(forest.segment_start, token, "right")) - 1
+    start, end = forest.segment_start[segment : segment + 2].tolist()
+    step = CHUNK if end - start >= trunk else end - start
+    return min(start + (token - start + step // 2) // step * step, end)
 
 
 def predicted_ms(placement: Placement, workload: Workload) -> dict[str, float]:

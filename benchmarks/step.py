@@ -68,13 +68,12 @@ def compare(run: StepRun, workload: str, arguments: argparse.Namespace) -> dict:
     rollouts = workload_rollouts(workload, run.engine.vocab_size, 1, arguments.limit_tokens, arguments.data)
     rows = unshared(rollouts)
     run.use_trees()
-    run.steps(rollouts)
-    tree, tree_work = run.steps(rollouts, arguments.repeats), run.work(rollouts)
+    tree, tree_work = run.steps(rollouts, arguments.repeats, warm=1), run.work(rollouts)
     say(
         f"{workload}: tree {1e3 * tree.seconds:.0f} ms, {tree.peak_gib} GiB, {time.perf_counter() - began:.0f} s so far"
     )
     attention, times, tokens, warm = flat_micro_batch(run, rows, arguments)
-    flat, flat_work = run.steps(rows, arguments.repeats), run.work(rows)
+    flat, flat_work = run.steps(rows, arguments.repeats, warm=1), run.work(rows)
     say(
         f"{workload}: flat {1e3 * flat.seconds:.0f} ms, {flat.peak_gib} GiB, {time.perf_counter() - began:.0f} s so far"
     )

@@ -32,16 +32,14 @@ def compare(setup: Setup, workload: str, arguments: argparse.Namespace, ranks: R
     of_one = rollouts(1, run.engine.vocab_size)
     one_work, dtype = run.work(of_one), run.engine.dtype
     one_flops = run.flops(one_work)
-    run.steps(of_one)
-    one = run.steps(of_one, arguments.repeats)
+    one = run.steps(of_one, arguments.repeats, warm=1)
     del run
     clock.release(ranks.device)
     run = StepRun(setup, ranks)
     one = replace(one, seconds=run.slowest(one.seconds))
     of_all = rollouts(ranks.world, run.engine.vocab_size)
     found = differences(run.steps(of_one), replace(one, gradients={}))
-    run.steps(of_all)
-    several, work = run.steps(of_all, arguments.repeats), run.work(of_all)
+    several, work = run.steps(of_all, arguments.repeats, warm=1), run.work(of_all)
     rate, one_rate = work.tokens / several.seconds / ranks.world, one_work.tokens / one.seconds
     flops = run.flops(work)
     peak, right = PEAK_TFLOPS * 1e12, within_bounds(found, dtype)

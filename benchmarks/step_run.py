@@ -148,17 +148,22 @@ class StepRun:
         self.engine.packing = PackingConfig(max_pack_tokens=tokens)
         use_flat_attention(self.causal_lm, FLAT_CALLS[attention])
 
-    def steps(self, rollouts: list[Rollout], repeats: int = 1) -> Measured:
-        """Time whole training steps, the plan of each made while the one before it runs."""
+    def steps(self, rollouts: list[Rollout], repeats: int = 1, warm: int = 0) -> Measured:
+        """Time whole training steps, the plan of each made while the one before it runs.
+
+        Args:
+            warm: steps before those that count. Every micro-batch may have kernels compiled for shapes of its own.
+        """
         times = []
         clock.release(self.device)
         clock.reset_peak(self.device)
-        for left in reversed(range(repeats)):
+        for left in reversed(range(warm + repeats)):
             self._meet()
             began = time.perf_counter()
             metrics = self.engine.train_step(rollouts, upcoming=rollouts if left else None)
             clock.wait(self.device)
             times.append(self.slowest(time.perf_counter() - began))
+        times = times[warm:]
         return Measured(statistics.median(times), metrics, dict(self.gradients), clock.peak_gib(self.device))
 
     def _meet(self) -> None:

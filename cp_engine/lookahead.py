@@ -23,7 +23,7 @@ class PlannedPack:
     placed: PlacedPack
     on_host: DevicePack  # with the lists that kernels will want
     seconds: float  # that planning took
-    waited: float = 0.0  # seconds that the step waited for it
+    waited: float = 0.0  # seconds that the step waited for it; those of a step's first pack include its preparation
 
 
 class Lookahead:
@@ -46,6 +46,7 @@ class Lookahead:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
         self._begun: tuple[Sequence[Rollout], Future] | None = None  # a step that comes next
         self._ready: tuple[StepData, PlannedPack] | None = None  # a prepared step and its first pack
+        self._waited = 0.0  # seconds that the present step waited for that
 
     def begin(self, rollouts: Sequence[Rollout]) -> None:
         """Prepare a step that comes next, and plan its first pack; to be called when all packs of this one are
@@ -60,17 +61,24 @@ class Lookahead:
     def step(self, rollouts: Sequence[Rollout]) -> StepData:
         """The step of these rollouts: the one that was begun if they are the same object, else prepared now."""
         begun, self._begun, self._ready = self._begun, None, None
+        started = time.perf_counter()
         if begun is None or begun[0] is not rollouts:
-            return self._prepare(rollouts)
-        self._ready = begun[1].result()
-        return self._ready[0]
+            step = self._prepare(rollouts)
+        else:
+            self._ready = begun[1].result()
+            step = self._ready[0]
+        self._waited = time.perf_counter() - started
+        return step
 
     def planned(self, step: StepData) -> Iterator[PlannedPack]:
         """The packs of this rank's DP group, each planned while the one before it runs."""
         packs = self._own_packs(step)
-        ready, self._ready = self._ready, None
-        planned = ready[1] if ready is not None and ready[0] is step else self._timed(step, packs[0])
-        waited = 0.0 if ready is not None and ready[0] is step else planned.seconds
+        (ready, self._ready), (waited, self._waited) = (self._ready, None), (self._waited, 0.0)
+        if ready is not None and ready[0] is step:
+            planned = ready[1]
+        else:
+            planned = self._timed(step, packs[0])
+            waited += planned.seconds
         for following in [*packs[1:], None]:
             future = None if following is None else self._thread.submit(self._timed, step, following)
             yield replace(planned, waited=waited)

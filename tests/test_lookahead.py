@@ -62,6 +62,28 @@ def test_a_step_that_was_begun_is_not_prepared_again(seen):
     assert [p.pack.name for p in ahead.planned(ahead.step(list("e")))] == ["e"]
 
 
+@pytest.mark.parametrize("while_it_ran", [0.0, 0.3])
+def test_what_a_step_waits_for_its_first_plan_is_told(seen, while_it_ran):
+    """Preparing and planning take 0.2 s; a step that runs long enough hides them."""
+
+    def prepare(rollouts):
+        time.sleep(0.1)
+        return _Step(*rollouts)
+
+    def plan(step, pack):
+        time.sleep(0.1)
+        return pack.name, None
+
+    ahead, rollouts = lookahead(seen, prepare, plan), ["a"]
+    (alone,) = ahead.planned(ahead.step(["b"]))
+    assert 0.2 <= alone.waited < 0.28
+    ahead.begin(rollouts)
+    time.sleep(while_it_ran)
+    (planned,) = ahead.planned(ahead.step(rollouts))
+    least, most = (0, 0.05) if while_it_ran else (0.15, 0.28)
+    assert least <= planned.waited < most
+
+
 def test_errors_of_the_thread_surface(seen):
     def refuse(rollouts):
         raise ValueError(f"cannot use {rollouts}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cp_engine.sharding.gdn_plan as planning
-from benchmarks.attention_layouts import spread_layout
+from benchmarks.attention_layouts import SPREAD_TOKENS
 from benchmarks.gdn_ranks import MIXER, MIXER_COSTS, WORKLOADS
 from cp_engine.kernels.gdn.triton.chain_tables import ChainTables
 from cp_engine.layers.gdn_tables import gdn_tables
@@ -64,12 +64,13 @@ MEASURED_HANDED_ON = {
 }
 
 
-def spread_in_one_order(forest: Forest) -> Layout:
-    """As `spread_layout` was when the times above were measured: all trees begin on rank 0."""
-    now, tree = spread_layout(forest, 2), np.cumsum(forest.parent < 0) - 1
-    rank = (now.owner - np.repeat(tree, forest.segment_length)) % 2
-    begins = np.flatnonzero(np.diff(rank, prepend=-1))
-    return layout_from_cuts(np.append(begins, forest.tokens), rank[begins], 2)
+def spread_then(forest: Forest) -> Layout:
+    """As `spread_layout` was when the times above were measured: all trees begin on rank 0, cuts lie anywhere."""
+    trunk = forest.segment_length >= SPREAD_TOKENS
+    opens = np.flatnonzero(trunk | np.append(True, trunk[:-1]))
+    bounds = np.append(forest.segment_start[:-1][opens], forest.tokens)
+    cuts = bounds[:-1, None] + np.diff(bounds)[:, None] * np.arange(1, 5) // 4
+    return layout_from_cuts(np.append(0, cuts), np.tile([0, 1, 1, 0], len(cuts)), 2)
 
 
 def measured_case(name: str) -> tuple[np.ndarray, RecurrentFigures]:
@@ -78,7 +79,7 @@ def measured_case(name: str) -> tuple[np.ndarray, RecurrentFigures]:
     if cuts == "one":
         layout = contiguous_layout(forest, 1)
     elif cuts == "spread":
-        layout = spread_in_one_order(forest)
+        layout = spread_then(forest)
     else:
         layout = layout_from_cuts(*map(np.array, cuts), 2)
     return measure_recurrent(Survey(forest), layout)

@@ -113,8 +113,8 @@ def own_rank_only():
 def shared_tokens_once():
     made = DevicePack.__init__
 
-    def once(self, *args):
-        made(self, *args)
+    def once(self, *args, **keywords):
+        made(self, *args, **keywords)
         self.rollouts = self.rollouts.clamp(max=1)
 
     return mock.patch.object(DevicePack, "__init__", once)
@@ -123,8 +123,8 @@ def shared_tokens_once():
 def padding_counts():
     made = DevicePack.__init__
 
-    def counted(self, *args):
-        made(self, *args)
+    def counted(self, *args, **keywords):
+        made(self, *args, **keywords)
         self.rollouts = self.rollouts.clamp(min=1)
 
     return mock.patch.object(DevicePack, "__init__", counted)
