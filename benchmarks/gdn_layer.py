@@ -26,7 +26,7 @@ from benchmarks.attention import installed
 from benchmarks.attention_workloads import workload_forest
 from benchmarks.clock import median_ms, release
 from benchmarks.gdn_layer_options import show_options, stage_calls, time_options
-from benchmarks.gdn_ranks import BOUNDS, HYBRID, PACKAGES, PARAMETER_BOUND, Layer, Problem, layer_module
+from benchmarks.gdn_ranks import HYBRID, PACKAGES, Layer, Problem, layer_module
 from benchmarks.gdn_stages import BYTES_A_MS, REST, STAGES, stage_table
 from benchmarks.gdn_tuning import compile_in_parallel, shorten_autotuning
 from benchmarks.gdn_workloads import HEADS, plan_of
@@ -37,6 +37,9 @@ from cp_engine.layers.gdn_tables import gdn_tables
 from cp_engine.machines import peak_flops
 
 WORKLOAD = "art_5k16x100"
+# Relative root mean square against the layer with the library's operators, in bf16: fla's bounds for its operator.
+BOUNDS = {"out": 5e-3, "dhidden": 8e-3}
+PARAMETER_BOUND = 2e-2
 FLOPS_A_MS = peak_flops("H200", "bfloat16") / 1e3
 LAYER_STAGES = STAGES | {
     "projections": ("torch.nn.functional", "linear"),

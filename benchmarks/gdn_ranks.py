@@ -69,9 +69,10 @@ RANK_STAGES = STAGES | {
     "rows_to_heads": ("cp_engine.layers.gdn", "rows_to_heads"),
     "heads_to_rows": ("cp_engine.layers.gdn", "heads_to_rows"),
 }
-# Relative root mean square against one GPU, in bf16: fla's bounds for its operator.
-BOUNDS = {"out": 5e-3, "dhidden": 8e-3}
-PARAMETER_BOUND = 2e-2
+# Relative root mean square against one GPU, in bf16. Where cuts lie between chunks both compute the same rows and other
+# sums over tokens; where not, chunks are others too.
+BOUNDS = {"out": 3e-3, "dhidden": 3e-3}
+PARAMETER_BOUND = 5e-3
 NOTHING = dict.fromkeys(("forward", "backward", "layer", "exposed"), 0.0)
 PACKAGES = ("torch", "triton", "fla-core", "transformers")
 COLUMNS = ("fwd_ms", "bwd_ms", "one_gpu_ms", "ratio", "predicted_layer_ms", "predicted_exposed_ms", "predicted_ratio")

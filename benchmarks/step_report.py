@@ -8,7 +8,8 @@ STEP = """Whole training steps (forward, backward, optimizer) in bf16 with rando
 same model, engine, objective, head on trained tokens and recompute on every rollout as a row of its own, in
 micro-batches, with the fastest of FA4, cuDNN and FA2. FLOP ratio: model FLOPs of flat over tree, from tokens, visible
 pairs and rows of logits. No speed-up is given where loss, entropy, gradient norm or gradients differ. MFU: model FLOPs
-a second over 989 TFLOP/s, the card's dense bf16 rate by its data sheet; HFU: with what is computed again. Differences:
+a second over 989 TFLOP/s, the card's dense bf16 rate by its data sheet; HFU: with what is computed again. Largest:
+rollouts that one micro-batch can hold, tree / flat, by doubling, in the last run that searched for them. Differences:
 loss, gradient norm, gradients.
 """
 

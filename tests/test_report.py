@@ -35,6 +35,12 @@ def test_methods_that_are_gone_are_named_without_figures():
     assert measured - set(METHODS) == set(GONE["attention"]), "what is shown can be run"
 
 
+def test_a_search_that_is_not_repeated_stays():
+    record = STAMPED | {"bench": "other", "workload": "x", "largest": 4, "ms": 1}
+    later = STAMPED | {"bench": "other", "workload": "x", "ms": 2}
+    assert "| 4 | x | 2 |" in page([record, later]) and "| 8 | x | 1 |" in page([record, record | {"largest": 8}])
+
+
 def test_the_same_step_with_other_weights_is_another_case():
     one = {"bench": "newest", "workload": "toy", "weights": "LoRA 16", "ms": 1.0} | STAMPED
     text = page([one, one | {"weights": "full", "ms": 2.0}])
