@@ -38,6 +38,8 @@ class Case:
     groups: int | None = None  # head groups of gather
     transport: str = "auto"
     window: int | None = None
+    size: int = 8  # of a head
+    backend: str = "auto"
 
 
 def case_rows(case: Case):
@@ -54,7 +56,7 @@ def case_layout(case: Case, forest, world: int):
 
 
 def case_tensors(case: Case, tokens: int) -> Tensors:
-    return random_tensors(tokens, case.heads, 8, case.seed, case.dtype, case.key_rank)
+    return random_tensors(tokens, case.heads, case.size, case.seed, case.dtype, case.key_rank)
 
 
 def run_case(case: Case, x: Tensors, rank: int, world: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -69,7 +71,7 @@ def run_case(case: Case, x: Tensors, rank: int, world: int) -> tuple[torch.Tenso
         local = [part.new_full((1, *part.shape[1:]), 1e4) for part in local]
     q, k, v = (part.requires_grad_() for part in local[:3])
     group = None if world == 1 else dist.group.WORLD
-    out = tree_attention(q, k, v, tables, group, x.scale)
+    out = tree_attention(q, k, v, tables, group, x.scale, case.backend)
     out.backward(local[3])
     return tokens, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
