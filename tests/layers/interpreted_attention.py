@@ -1,4 +1,4 @@
-"""Every exchange with the Triton kernels in the interpreter, on two gloo ranks; `test_attention_triton.py` runs this file.
+"""Every exchange with the Triton kernels in the interpreter, on two gloo ranks; `test_attention_triton.py` runs it.
 
 Head sizes above 128 take the backward that stores its scores.
 """
