@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -19,10 +20,12 @@ from torch.distributed.checkpoint import CheckpointException
 from cp_engine.distributed.agree import require_equal_digests
 from cp_engine.distributed.model import save_tensors
 from cp_engine.distributed.ranks import Ranks
+from cp_engine.run_record import differences, how_it_is_trained, what_is_trained
 
 if TYPE_CHECKING:
     from cp_engine.engine import Engine
 
+_LOG = logging.getLogger(__name__)
 _PROGRESS = "progress.json"
 
 
@@ -35,10 +38,12 @@ class Checkpoints:
         keep: how many stay.
         asynchronous: write in a thread, from copies in host memory, while training goes on. At most one checkpoint is
             being written at a time.
+        rollouts: `run_record.described` rollouts that all steps are drawn from, which a resumed run has to have too;
+            None where each step brings its own.
     """
 
-    def __init__(self, place: Path, keep: int, asynchronous: bool = False):
-        self.place, self.keep = place, keep
+    def __init__(self, place: Path, keep: int, asynchronous: bool = False, rollouts: str | None = None):
+        self.place, self.keep, self.rollouts = place, keep, rollouts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         # Collectives of one group must come in one order on all ranks, so the thread has a group of its own.
         self._group: dist.ProcessGroup | None = None
@@ -62,7 +67,7 @@ class Checkpoints:
         """
         self.wait()
         _on_first_rank(lambda: self._begin(engine.steps_done), engine.ranks)
-        progress = {"steps_done": engine.steps_done, "run": _run(engine)}
+        progress = {"steps_done": engine.steps_done, **self._record(engine)}
         state = engine.distributed.checkpoint_state(copies=self._thread is not None)
         if self._thread is None:
             self._write(state, progress, engine.ranks)
@@ -81,6 +86,10 @@ class Checkpoints:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
+
+    def _record(self, engine: Engine) -> dict:
+        config = engine.config
+        return {"run": what_is_trained(config, self.rollouts), "settings": how_it_is_trained(config)}
 
     def _partial(self, steps_done: int) -> Path:
         return self.place / f".{_name(steps_done)}.partial"
@@ -118,25 +127,30 @@ class Checkpoints:
     def resume(self, engine: Engine) -> bool:
         """Load the newest complete checkpoint into a new engine; False where there is none. Every rank calls it.
 
+        Settings that change how its run goes on but not what it trains, such as the learning rate, are warned of where
+        they are not those of the checkpoint. Engine, mesh, packing and memory may be others.
+
         Raises:
             ValueError: if ranks see different checkpoints, it cannot be read, or it belongs to another run: another
-                model, other adapters, another optimizer or another seed.
+                model, other adapters, rollouts or groups a step, another loss, optimizer or seed.
         """
         self.wait()
-        complete = self.complete()
+        complete, record = self.complete(), self._record(engine)
         newest = complete[-1] if complete else None
-        name = "none" if newest is None else newest.name
-        require_equal_digests(hashlib.blake2b(name.encode(), digest_size=16).hexdigest(), "checkpoint", engine.ranks)
+        seen = json.dumps([None if newest is None else newest.name, record])
+        require_equal_digests(hashlib.blake2b(seen.encode(), digest_size=16).hexdigest(), "checkpoint", engine.ranks)
         if newest is None:
             return False
         progress = json.loads((newest / _PROGRESS).read_text())
-        for setting, now in _run(engine).items():
-            then = progress["run"].get(setting)
-            if then != now:
-                raise ValueError(
-                    f"the checkpoint {newest} is of another run: {setting} was {then!r} and is {now!r}; choose another "
-                    "output_dir, or checkpoint.resume: never"
-                )
+        changed = list(differences(progress["run"], record["run"]))
+        if changed:
+            raise ValueError(
+                f"the checkpoint {newest} is of another run: {'; '.join(changed)}; choose another output_dir (its "
+                "model.path may be the final weights of that run), or checkpoint.resume: never to start anew"
+            )
+        changed = list(differences(progress.get("settings", {}), record["settings"]))
+        if changed and engine.ranks.is_first:
+            _LOG.warning("going on from %s with other settings: %s", newest, "; ".join(changed))
         try:
             engine.distributed.load_state(newest / "state")
         except CheckpointException as error:
@@ -146,14 +160,6 @@ class Checkpoints:
             ) from error
         engine.steps_done = progress["steps_done"]
         return True
-
-
-def _run(engine: Engine) -> dict:
-    """What must not change between a checkpoint and the run that goes on from it, as JSON values."""
-    config = engine.config
-    lora = None if config.lora is None else config.lora.model_dump(mode="json")
-    model = config.model.model_dump(mode="json", exclude={"liger"})
-    return {"model": model, "lora": lora, "optimizer.name": config.optimizer.name, "seed": config.seed}
 
 
 def _failures(error: CheckpointException) -> str:

@@ -15,6 +15,10 @@ from cp_engine.config import Config
 from cp_engine.rollouts import Rollout, read_rollouts
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cp_engine.checkpoint import Checkpoints
+    from cp_engine.engine import Engine
     from cp_engine.trackers import Tracker
 
 
@@ -68,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from cp_engine.checkpoint import Checkpoints
     from cp_engine.cli.step_line import step_line
     from cp_engine.distributed.ranks import join_ranks
     from cp_engine.engine import Engine
@@ -89,11 +92,7 @@ def run(args: argparse.Namespace) -> int:
         limit_per_group=config.data.limit_per_group,
     )
     console = Console(stderr=True)
-    checkpoints = None
-    if config.checkpoint is not None:
-        checkpoints = Checkpoints(out / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
-    if checkpoints is not None and config.checkpoint.resume == "auto" and checkpoints.resume(engine) and ranks.is_first:
-        console.print(f"going on after step {engine.steps_done} of {config.steps}")
+    checkpoints = _checkpoints(out / "checkpoints", engine, rollouts, console)
     trackers, metrics, begun = [], {}, engine.steps_done
     with Progress(console=console, disable=not ranks.is_first) as progress:
         task = progress.add_task("training", total=config.steps, completed=begun)
@@ -120,6 +119,34 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(strict_json(metrics), flush=True)
     return 0
+
+
+def _checkpoints(place: Path, engine: Engine, rollouts: list[Rollout], console: Console) -> Checkpoints | None:
+    """Where checkpoints go, if any are written, and the engine as the newest one has it.
+
+    Raises:
+        ValueError: as `Checkpoints.resume`, and for a checkpoint of a later step than the last one asked for.
+    """
+    from cp_engine.checkpoint import Checkpoints
+    from cp_engine.run_record import described
+
+    config = engine.config
+    if config.checkpoint is None:
+        return None
+    checkpoints = Checkpoints(place, config.checkpoint.keep, config.checkpoint.asynchronous, described(rollouts))
+    if config.checkpoint.resume == "never" or not checkpoints.resume(engine):
+        return checkpoints
+    done = engine.steps_done
+    if done > config.steps:
+        raise ValueError(
+            f"steps is {config.steps}, but the newest checkpoint in {place} is of step {done} already, and nothing was "
+            f"changed: set steps to more than {done} to go on, choose another output_dir, or checkpoint.resume: never "
+            "to start anew"
+        )
+    if engine.ranks.is_first:
+        left = f"going on after step {done} of {config.steps}"
+        console.print(left if done < config.steps else f"all {done} steps are done: only the weights are written again")
+    return checkpoints
 
 
 def _with_next(steps: Iterable[list[Rollout]]) -> Iterator[tuple[list[Rollout], list[Rollout] | None]]:

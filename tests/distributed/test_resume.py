@@ -1,10 +1,13 @@
 """The training command with sharded weights: it goes on from a checkpoint on another mesh, and ends with code 0."""
 
+import argparse
 import json
 
 import pytest
 import torch
 
+from cp_engine.cli import train as train_command
+from cp_engine.cli.main import guarded
 from cp_engine.models.load import load_model
 from tests.test_cli import SAMPLE, command
 
@@ -50,3 +53,46 @@ def test_training_goes_on_with_the_same_rollouts_schedule_and_loss(tmp_path):
         dict(load_model(tmp_path / n / "final", torch.float64).named_parameters()) for n in ("cut", "whole")
     )
     assert max(float((ours[name] - theirs[name]).detach().abs().max()) for name in theirs) < 1e-3
+
+
+def train_here(tmp_path, *overrides) -> int:
+    """Exit code of the command on one rank, in this process."""
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(sample=SAMPLE, out=tmp_path / "run"))
+    overrides = ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "checkpoint.every=1", *overrides]
+    args = argparse.Namespace(config=str(config), overrides=overrides, cp=None, dp=None, json=False)
+    return guarded(train_command.run, args)
+
+
+def test_a_run_does_not_go_on_with_what_would_train_something_else(tmp_path, capfd):
+    assert train_here(tmp_path, "steps=2") == 0
+    metrics, weights = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "final" / "model.safetensors"
+    before, written = metrics.read_bytes(), weights.stat().st_mtime_ns
+    capfd.readouterr()
+
+    assert train_here(tmp_path, "steps=3", "loss.name=sft", "data.groups_per_step=1") == 2
+    told = capfd.readouterr().err
+    assert "is of another run: loss.name was 'grpo' and is 'sft'; data.groups_per_step was 2 and is 1; choose" in told
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(SAMPLE.read_text().splitlines(keepends=True)[1:]))
+    assert train_here(tmp_path, "steps=3", f"data.rollouts={fewer}") == 2
+    assert "data.rollouts was '18 rollouts with digest " in capfd.readouterr().err
+    assert train_here(tmp_path, "steps=1") == 2
+    assert "steps is 1, but the newest checkpoint" in (told := capfd.readouterr().err) and "is of step 2" in told
+    assert (metrics.read_bytes(), weights.stat().st_mtime_ns) == (before, written)
+
+    # An unchanged run whose last weights may have been lost, and a longer one; the file may have another name.
+    assert train_here(tmp_path, "steps=2") == 0
+    assert "all 2 steps are done: only the weights are written again" in capfd.readouterr().err
+    moved = tmp_path / "moved.jsonl"
+    moved.write_text(SAMPLE.read_text())
+    assert train_here(tmp_path, "steps=3", f"data.rollouts={moved}") == 0
+    assert "going on after step 2 of 3" in (told := capfd.readouterr().err) and "other settings" not in told
+    assert metrics.read_bytes().startswith(before) and len(metrics.read_text().splitlines()) == 3
+
+
+def test_another_learning_rate_is_told(tmp_path, caplog):
+    assert train_here(tmp_path, "steps=1") == 0
+    assert train_here(tmp_path, "steps=2", "optimizer.lr=1e-4") == 0
+    (told,) = (record.getMessage() for record in caplog.records if record.name == "cp_engine.checkpoint")
+    assert told.endswith("with other settings: optimizer.lr was 0.001 and is 0.0001")
