@@ -12,6 +12,7 @@ import torch
 
 REPEATS, WARM_UPS = 7, 1
 FEWEST, ENOUGH_MS = 3, 1000  # a call so slow that this much time is timed already is repeated less often
+MOST = 100  # of a call of some microseconds: the idling before each (below) takes a hundred times as long
 # A GPU that was idle, while the host compiled or planned, needs a while to reach its clock, and short calls scatter:
 # the same kernel read 1 to 10 % apart with one warm-up and 7 repeats.
 GPU_WARM_UP_MS, GPU_TIMED_MS = 100, 150
@@ -42,12 +43,16 @@ def median_ms(call: Callable[[], object], device: torch.device) -> float:
     """Median time of a call that has run before."""
     warm_up_ms, timed_ms = (GPU_WARM_UP_MS, GPU_TIMED_MS) if device.type == "cuda" else (0, 0)
     times: list[float] = []
-    while len(times) < WARM_UPS or sum(times) < warm_up_ms:
+    while len(times) < WARM_UPS or (len(times) < MOST and sum(times) < warm_up_ms):
         times += laps_ms([call], device)
     times = []
-    while len(times) < FEWEST or (sum(times) < ENOUGH_MS and (len(times) < REPEATS or sum(times) < timed_ms)):
+    while len(times) < FEWEST or (len(times) < MOST and sum(times) < ENOUGH_MS and _too_little(times, timed_ms)):
         times += laps_ms([call], device)
     return statistics.median(times)
+
+
+def _too_little(times: list[float], timed_ms: float) -> bool:
+    return len(times) < REPEATS or sum(times) < timed_ms
 
 
 def wait(device: torch.device) -> None:

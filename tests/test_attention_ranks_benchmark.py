@@ -148,3 +148,11 @@ def test_laps_follow_each_other():
     ran = []
     laps = clock.laps_ms([lambda: ran.append(1), lambda: ran.append(2)], CPU)
     assert ran == [1, 2] and len(laps) == 2 and min(laps) >= 0
+
+
+@pytest.mark.parametrize(("ms", "calls"), [(0.01, 2 * clock.MOST), (10.0, 10 + 15), (700.0, 1 + clock.FEWEST)])
+def test_short_calls_are_timed_often_and_long_ones_rarely(monkeypatch, ms, calls):
+    """Of a GPU, where each call is timed behind milliseconds of idling."""
+    made = []
+    monkeypatch.setattr(clock, "laps_ms", lambda calls, device: made.append(ms) or [ms])
+    assert clock.median_ms(lambda: None, torch.device("cuda")) == ms and len(made) == calls
