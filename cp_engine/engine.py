@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,9 @@ class Engine:
     def train_step(self, rollouts: Sequence[Rollout], upcoming: Sequence[Rollout] | None = None) -> dict[str, Any]:
         """One forward, backward and optimizer step over all rollouts; returns the step's metrics.
 
+        A step whose rollouts are all overlong (``loss.overlong_tokens``) runs forward only, for its metrics: weights
+        and optimizer states stay as they are, and it is reported as ``skipped``.
+
         Args:
             upcoming: the rollouts of the step after this one, where they are known already: its first plan is then
                 made while this step runs. Pass the same object to the next call.
@@ -148,7 +152,8 @@ class Engine:
         self.accumulate_gradients(step, meter, upcoming)
         optimizer = self.config.optimizer
         lr = learning_rate(self.steps_done, optimizer, self.config.steps)
-        norm = self.distributed.update(lr, optimizer.max_grad_norm)
+        # The gradient would be zero, but weight decay and AdamW's moments would move the weights all the same.
+        norm = self.distributed.update(lr, optimizer.max_grad_norm) if step.trains else 0.0
         finite = math.isfinite(norm)
         if not finite and optimizer.on_nonfinite == "raise":
             raise RuntimeError(
@@ -156,14 +161,15 @@ class Engine:
                 "Lower optimizer.lr, or set optimizer.on_nonfinite: skip to go on without such steps"
             )
         self.steps_done += 1
-        return meter.summary(self.steps_done, norm, lr, not finite, started)
+        return meter.summary(self.steps_done, norm, lr, not (finite and step.trains), started)
 
     def accumulate_gradients(
         self, step: StepData, meter: StepMeter | None = None, upcoming: Sequence[Rollout] | None = None
     ) -> None:
         """Forward and backward over the packs of a step.
 
-        Afterwards the ranks hold the step's whole gradients: each one all of them with ``engine.name: plain``.
+        Afterwards the ranks hold the step's whole gradients: each one all of them with ``engine.name: plain``; none
+        where no occurrence of the step weighs anything, which runs forward only.
         """
         accumulate, loss = accumulation_dtype(self.dtype), self.config.loss
         packs, balance = self._packs(step), None
@@ -171,13 +177,17 @@ class Engine:
             packs = list(packs)
             balance = self._router_balance(step, [on_device for _, on_device, _ in packs])
         for planned, on_device, last in packs:
-            result = pack_loss(self.distributed, on_device, step, planned.pack, loss, accumulate, balance)
+            with nullcontext() if step.trains else torch.no_grad():
+                result = pack_loss(self.distributed, on_device, step, planned.pack, loss, accumulate, balance)
             if last and upcoming is not None:
                 # Not before: the device has nothing to do yet, and a planning thread keeps the forward from it.
                 self.lookahead.begin(upcoming)
-            self.distributed.backward(result.loss, last)
+            if step.trains:
+                self.distributed.backward(result.loss, last)
             if meter is not None:
                 meter.add(planned.placed, on_device.plan, result, planned.seconds, planned.waited)
+        if not step.trains:
+            self.distributed.after_forward()
 
     @torch.no_grad()
     def _router_balance(self, step: StepData, packs: list[DevicePack]) -> RouterBalance:

@@ -22,8 +22,8 @@ class Work:
     window_pairs: int = 0  # visible pairs in a layer with a sliding window
 
 
-def training_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool = False) -> int:
-    """FLOPs of forward and backward, a multiply-add being two.
+def training_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool = False, backward: bool = True) -> int:
+    """FLOPs of forward and backward, or of forward alone, a multiply-add being two.
 
     A product of activations and weights costs its forward twice again in backward, once where the weights are
     ``frozen`` (LoRA). Attention is two products over pairs. The recurrence of a Gated DeltaNet head is three over a
@@ -34,4 +34,6 @@ def training_flops(work: Work, shape: ModelShape, vocab_size: int, frozen: bool 
     pairs = work.pairs * (shape.attention_layers - shape.window_layers) + work.window_pairs * shape.window_layers
     attention = 4 * pairs * shape.query_heads * shape.head_dim
     recurrence = 6 * work.tokens * shape.gdn_value_heads * shape.gdn_head_dim**2 * shape.gdn_layers
+    if not backward:
+        return dense + attention + recurrence
     return (2 if frozen else 3) * dense + 3 * (attention + recurrence)

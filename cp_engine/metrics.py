@@ -44,8 +44,8 @@ class Metered:
     def shape(self) -> ModelShape:
         return self.sizes.shape
 
-    def flops(self, work: Work) -> int:
-        return training_flops(work, self.shape, self.vocab_size, self.frozen)
+    def flops(self, work: Work, backward: bool) -> int:
+        return training_flops(work, self.shape, self.vocab_size, self.frozen, backward)
 
 
 def metered(hf_config, config: Config, shape: ModelShape, device: torch.device) -> Metered:
@@ -162,7 +162,11 @@ class StepMeter:
     ) -> dict[str, Any]:
         tree, flat = self.step.tree_tokens, self.step.flat_tokens
         lengths = np.diff(self.step.flat.row_start)
-        executed = self.model.flops(Work(tokens=tree, pairs=pairs, predictors=predictors, window_pairs=window_pairs))
+        work, backward = (
+            Work(tokens=tree, pairs=pairs, predictors=predictors, window_pairs=window_pairs),
+            self.step.trains,
+        )
+        executed = self.model.flops(work, backward)
         flat_pairs = int((lengths * (lengths + 1) // 2).sum())
         hidden = np.maximum(lengths - (self.model.window or lengths.max()), 0)  # keys that a row's last token misses
         # Alone, every occurrence has a predictor of its own.
@@ -172,7 +176,8 @@ class StepMeter:
                 pairs=flat_pairs,
                 predictors=occurrences,
                 window_pairs=flat_pairs - int((hidden * (hidden + 1) // 2).sum()),
-            )
+            ),
+            backward,
         )
         peak = None if self.model.peak_flops is None else self.model.peak_flops * self.mesh.everyone.world * seconds
         return {

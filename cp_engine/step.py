@@ -48,6 +48,11 @@ class StepData:
     sampler_logprob: np.ndarray
 
     @property
+    def trains(self) -> bool:
+        """Whether an occurrence weighs anything; not where all rollouts are overlong (``loss.overlong_tokens``)."""
+        return bool(self.weight.any())
+
+    @property
     def tree_tokens(self) -> int:
         return sum(pack.forest.tokens for pack in self.packs)
 
@@ -92,6 +97,8 @@ def prepare_step(
     counted = flat.loss_mask.copy()
     counted[flat.row_start[:-1]] = False  # a first token has no predictor
     trained = np.add.reduceat(counted.astype(np.int64), flat.row_start[:-1])
+    if not trained.any():
+        raise ValueError("no rollout of the step has a trained token (loss_mask 1 beyond its first token)")
     weighed = trained if loss.overlong_tokens is None else np.where(length >= loss.overlong_tokens, 0, trained)
     paired = loss.name == "dpo"
     preference = pair_preferences(rollouts, trained) if paired else np.full(len(length), np.nan)

@@ -105,8 +105,9 @@ def test_overlong_rollouts_weigh_nothing_but_stay_in_their_groups_statistics():
     step = prepared([rollout("a", reward=2.0), rollout("b", reward=1.0), long], name="dapo", overlong_tokens=4)
     assert step.weight.tolist() == [0.25, 0.25, 0.0]
     assert step.advantage[0] == pytest.approx(1 / (1 + 1e-6)) and step.advantage[3] == 0
-    with pytest.raises(ValueError, match="in a rollout not left out as overlong"):
-        prepared([long], name="dapo", overlong_tokens=4)
+    assert step.trains
+    step = prepared([long], name="dapo", overlong_tokens=4)
+    assert step.weight.tolist() == [0.0] and not step.trains
 
 
 def pair(group: str, first: float | None, second: float | None, **fields) -> list[Rollout]:

@@ -49,6 +49,8 @@ def test_flops_are_those_counted_by_hand():
     for frozen, times in ((False, 6), (True, 4)):
         needed = times * (5 * products + 2 * 64 * 512) + 3 * 13 * 4 * 4 * 8 * 16
         assert training_flops(work, *kind, frozen) == needed
+        forward = training_flops(work, *kind, frozen, backward=False)
+        assert forward == 2 * (5 * products + 2 * 64 * 512) + 13 * 4 * 4 * 8 * 16
         kept = hardware_flops(work, *kind, frozen, recompute="none")
         assert kept == needed + 2 * 2 * 64 * 512 + 13 * 2 * 4 * 8 * 16
         mixers = hardware_flops(work, *kind, frozen, recompute="layers_keep_mixers")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -33,8 +34,11 @@ def test_a_step_is_one_line_with_colours_on_a_terminal_only():
     )
     coloured = printed(METRICS, force_terminal=True, color_system="standard", no_color=False)
     assert "\x1b[" in coloured and coloured.count("\n") == 1
-    on_gpu = printed(METRICS | {"mfu": 0.41, "mfu_flat": 1.62, "peak_gib": 70.04, "skipped": True})
+    on_gpu = printed(
+        METRICS | {"mfu": 0.41, "mfu_flat": 1.62, "peak_gib": 70.04, "skipped": True, "grad_norm": math.nan}
+    )
     assert "MFU 41.0% (162.0% as flat), 70.0 GiB, 0.50 s, skipped: a gradient is not finite" in on_gpu
+    assert printed(METRICS | {"skipped": True, "grad_norm": 0.0}).endswith("s, skipped: all rollouts are overlong\n")
 
 
 @pytest.mark.parametrize(

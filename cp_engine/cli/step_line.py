@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.text import Text
@@ -27,5 +28,6 @@ def step_line(metrics: dict[str, Any]) -> Text:
         line.append(f", {metrics['peak_gib']:.1f} GiB")
     line.append(f", {metrics['seconds']:.2f} s")
     if metrics["skipped"]:
-        line.append(", skipped: a gradient is not finite", "bold red")
+        zero = math.isfinite(metrics["grad_norm"])
+        line.append(f", skipped: {'all rollouts are overlong' if zero else 'a gradient is not finite'}", "bold red")
     return line

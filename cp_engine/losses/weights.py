@@ -26,17 +26,12 @@ def rollout_weights(trained: np.ndarray, aggregation: str, sum_norm: float | Non
         float64 [R]; 0 for a rollout without trained tokens.
 
     Raises:
-        ValueError: for an unknown aggregation, or a step without a single trained token.
+        ValueError: for an unknown aggregation.
     """
     trained = np.asarray(trained, np.int64)
-    total = int(trained.sum())
-    if total == 0:
-        raise ValueError(
-            "no rollout of the step has a trained token (loss_mask 1 beyond its first token, in a rollout not left out "
-            "as overlong)"
-        )
     has = trained > 0
-    rollouts = int(has.sum())
+    # Without a single trained token nothing has a weight, and there is nothing to divide by.
+    total, rollouts = max(1, int(trained.sum())), max(1, int(has.sum()))
     if aggregation == "token-mean":
         denominator = total
     elif aggregation == "seq-mean-token-mean":
@@ -44,7 +39,7 @@ def rollout_weights(trained: np.ndarray, aggregation: str, sum_norm: float | Non
     elif aggregation == "seq-mean-token-sum":
         denominator = rollouts
     elif aggregation == "seq-mean-token-sum-norm":
-        denominator = rollouts * (trained.max() if sum_norm is None else sum_norm)
+        denominator = rollouts * (max(1, trained.max()) if sum_norm is None else sum_norm)
     else:
         raise ValueError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}")
     return np.where(has, 1.0 / denominator, 0.0)

@@ -177,6 +177,48 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(name):
     assert found == [(True, True, False, 2)] * 2
 
 
+def around_an_overlong_step(sections: dict):
+    """Metrics of an overlong step between two others, and whether it left everything else as it would be without it."""
+    long = sorted((len(r.input_ids) for r in sample()), reverse=True)[3]
+    loss = {"name": "dapo", "entropy_coef": 0.1, "overlong_tokens": long} | sections.pop("loss", {})
+    optimizer = {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear"}
+    sections = {"loss": loss, "optimizer": optimizer, "steps": 4, **sections}
+    cut = [r for r in sample() if len(r.input_ids) >= long]
+    ended = []
+    for steps in ([sample(), cut, sample()], [sample(), None, sample()]):
+        engine, metrics = Engine(tiny_config(sections), this_rank()), []
+        for present, following in zip(steps, [*steps[1:], None], strict=True):
+            if present is None:
+                engine.steps_done += 1
+            else:
+                metrics.append(engine.train_step(present, following))
+        ended.append((metrics[-1]["lr"], metrics[-1]["loss"], dict(engine.named_full_weights()), metrics))
+    (lr, loss, weights, metrics), (true_lr, true_loss, truth, _) = ended
+    same = (lr, loss) == (true_lr, true_loss) and all(torch.equal(weights[name], truth[name]) for name in truth)
+    whole, skipped = metrics[:2]
+    told = {name: skipped[name] for name in ("step", "skipped", "policy_loss", "grad_norm")}
+    assert skipped["entropy"] > 0 and 0 < skipped["tflop"] < 0.5 * whole["tflop"]
+    return told, same, [each["skipped"] for each in metrics]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"dp": 2}},
+        {"parallel": {"cp": 2}, "engine": {"name": "fsdp2"}},
+        {
+            "parallel": {"cp": 2},
+            "model": {"path": "tiny-qwen3-moe", "vocab_size": 36},
+            "loss": {"router_aux_coef": 0.1},
+        },
+    ],
+    ids=["plain", "fsdp2", "routers"],
+)
+def test_a_step_of_overlong_rollouts_alone_changes_nothing(sections):
+    told = {"step": 2, "skipped": True, "policy_loss": 0.0, "grad_norm": 0.0}
+    assert run_ranks(2, around_an_overlong_step, sections) == [(told, True, [False, True, False])] * 2
+
+
 def logprobs_between_steps(sections: dict):
     with keep_float64():
         engine = Engine(tiny_config({"optimizer": {"lr": 1e-2}} | sections), this_rank())
