@@ -79,7 +79,8 @@ model. `cudnn_fa4`: forward by cuDNN, backward by FlashAttention-4 on rectangles
 
 SEVERAL = """Times of the slowest rank. Exposed: over the time of the same calls with all rows present. Moved:
 MiB that the busiest rank sends or receives. Efficiency: pairs a GPU and second over those of one GPU that has a share
-of the pairs to itself.
+of the pairs to itself. Layout `spread`: every trunk cut over all ranks, which begin trees in turn; up to commit 0273e74
+all of them began on rank 0.
 """
 
 GDN = """Kernels of one layer with 16 query and key heads, 32 value heads, K = V = 128, bf16, on one card. `tree`: our
@@ -100,8 +101,8 @@ the projections' products.
 GDN_RANKS = """A whole layer (hidden size 2,048, 16 query and key heads, 32 value heads of size 128, bf16): projections,
 convolution, gates, recurrence, norm and output gate; times of the slowest rank. One GPU: the layer with a GPU's share
 of the tokens, in the same run. Predicted: the planner's cost model for the exchange affine. Error: largest relative
-root mean square of output and gradients against one GPU with all tokens; wrong results get no ratio. Stages: of rank 0,
-with what it waits for. Predicted stages: of the slowest rank; what needs no state, passes run again for other ranks
+root mean square of output and gradients against one GPU with all tokens; wrong results get no ratio. Layout `spread`:
+as for attention. Stages: of rank 0, with what it waits for. Predicted stages: of the slowest rank; what needs no state, passes run again for other ranks
 (where states cross ranks by affine maps, up to commit c9d76de always), waiting, state passes, and what is computed from
 states.
 """

@@ -189,7 +189,7 @@ class Predictor:
         query_tiles = -(-figures.tokens // TILE)
         # Half a key tile of each round is empty (predicted).
         tiles = figures.tiles + query_tiles * used // 2
-        kernel = kernel_time(tiles, query_tiles * (1 + used), model.query_heads, model, costs)
+        kernel = kernel_time(tiles, query_tiles * (1 + used), model.query_heads, model, costs, merged=used.any())
         alone = token_time(figures.tokens, model.attention_products, model, costs)
         output = figures.tokens * model.query_heads * model.head_dim * max(ACCUMULATION_BYTES, model.element_bytes)
         merge = output * MERGE_PASSES * costs.memory_mib // MIB + 2 * costs.launch

@@ -130,17 +130,16 @@ def _ring(figures: Figures, rows: np.ndarray, model: ModelShape, costs: Costs) -
     query_tiles = -(-figures.tokens // TILE)
     # Half a key tile of each round is empty (predicted).
     tiles = figures.tiles + query_tiles * used.sum(0) // 2
-    forward, backward = kernel_time(tiles, query_tiles * (1 + used.sum(0)), model.query_heads, model, costs)
-    if used.any():
-        forward = forward * costs.partial_forward_percent // 100
+    query_tiles = query_tiles * (1 + used.sum(0))
+    kernel = kernel_time(tiles, query_tiles, model.query_heads, model, costs, merged=used.any())
     tokens = token_time(figures.tokens, model.attention_products, model, costs)
     output = figures.tokens * model.query_heads * model.head_dim * max(ACCUMULATION_BYTES, model.element_bytes)
     merge = output * MERGE_PASSES * costs.memory_mib // MIB + costs.launch
     keys = np.maximum(1, figures.tokens + figures.rows_in)
     total = 0
     for alone, work, nbytes in (
-        (tokens[0], forward, model.kv_row_bytes),
-        (tokens[1], backward, model.kv_row_bytes + model.kv_gradient_bytes),
+        (tokens[0], kernel[0], model.kv_row_bytes),
+        (tokens[1], kernel[1], model.kv_row_bytes + model.kv_gradient_bytes),
     ):
         largest = np.maximum(received, sent)
         travel = np.where(largest > 0, largest * nbytes * costs.send_mib // MIB + costs.send_latency, 0)

@@ -126,10 +126,13 @@ def token_time(tokens: np.ndarray, products: int, shape: ModelShape, costs: Cost
     return product + row * costs.passes_forward, 2 * product + row * costs.passes_backward
 
 
-def kernel_time(tiles, query_tiles, heads: int, shape: ModelShape, costs: Costs):
-    """Forward and backward of an attention kernel over so many touched tiles, for ``heads`` query heads."""
+def kernel_time(tiles, query_tiles, heads: int, shape: ModelShape, costs: Costs, merged: bool = False):
+    """Forward and backward of an attention kernel over so many touched tiles, for ``heads`` query heads; ``merged`` if
+    the results of several calls make up a row's."""
     forward = tiles * _by_head_size(costs.tile_forward, shape.head_dim) + query_tiles * costs.query_tile_forward
     backward = tiles * _by_head_size(costs.tile_backward, shape.head_dim) + query_tiles * costs.query_tile_backward
+    if merged:
+        forward = forward * costs.partial_forward_percent // 100
     return forward * heads // 1000 + costs.launch, backward * heads // 1000 + costs.launch
 
 

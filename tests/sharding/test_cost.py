@@ -241,6 +241,18 @@ def test_the_exchange_is_the_fastest_that_can_run():
     assert choice(forest, 1, DENSE).reason == "one rank: nothing moves"
 
 
+def test_only_a_ring_that_merges_pays_for_a_forward_that_does_not_round():
+    even, trees = replace(H200, partial_forward_percent=100), random_variety(3).forest
+    whole = layout_from_cuts(np.array([0, trees.tokens]), np.array([1]), 2)
+    for forest, layout, merges in ((star(2000, 40, 300), None, True), (trees, whole, False)):
+        times, without = (
+            choose_exchange(Survey(forest), layout or contiguous_layout(forest, 4), model=DENSE, costs=costs).predicted
+            for costs in (H200, even)
+        )
+        assert (times["ring"] > without["ring"]) == merges
+        assert all(times[name] == without[name] for name in ("gather", "ulysses"))
+
+
 def test_an_exchange_that_cannot_run_is_never_chosen():
     forest = star(2000, 40, 300)
     for world in (3, 5, 6):
