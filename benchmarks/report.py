@@ -102,9 +102,9 @@ GDN_RANKS = """A whole layer (hidden size 2,048, 16 query and key heads, 32 valu
 convolution, gates, recurrence, norm and output gate; times of the slowest rank. One GPU: the layer with a GPU's share
 of the tokens, in the same run. Predicted: the planner's cost model for the exchange affine. Error: largest relative
 root mean square of output and gradients against one GPU with all tokens; wrong results get no ratio. Layout `spread`:
-as for attention. Stages: of rank 0, with what it waits for. Predicted stages: of the slowest rank; what needs no state, passes run again for other ranks
-(where states cross ranks by affine maps, up to commit c9d76de always), waiting, state passes, and what is computed from
-states.
+as for attention. Stages: of rank 0, with what it waits for. Predicted stages: of the slowest rank; what needs no state,
+passes run again for other ranks (where states cross ranks by affine maps, up to commit c9d76de always), waiting, state
+passes, and what is computed from states.
 """
 
 GDN_SWEEP = """Launch options of one family of our kernels, others as they are; all: the fastest right ones together.
