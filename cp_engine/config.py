@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cp_engine.losses.settings import LossConfig
 
@@ -19,13 +19,25 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
 
-def _number_auto_or_null(least: int) -> AfterValidator:
-    def check(value: int | str | None) -> int | str | None:
-        if value not in (None, "auto") and (isinstance(value, str) or value < least):
-            raise ValueError(f"expected a number of at least {least}, auto, or null; got {value!r}")
+# Both checks come before the type's own, which would name each member of a union in words of its own.
+def _number_auto_or_null(least: int) -> BeforeValidator:
+    def check(value: Any) -> int | str | None:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+        if not (number and value >= least) and value not in (None, "auto"):
+            raise ValueError(f"expected a whole number of at least {least}, auto, or null; got {value!r}")
         return value
 
-    return AfterValidator(check)
+    return BeforeValidator(check)
+
+
+def _names_or_all_linear(value: Any) -> Any:
+    listed = isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)
+    if not listed and value != "all-linear":
+        example = value if isinstance(value, str) else "q_proj"
+        raise ValueError(
+            f"expected a list of names of linear modules, such as [{example}], or all-linear; got {value!r}"
+        )
+    return value
 
 
 class ModelConfig(_Section):
@@ -170,7 +182,7 @@ class LoraSection(_Section):
     """Rank of the adapters."""
     alpha: float = Field(32.0, gt=0)
     """Adapters are scaled by alpha / r."""
-    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    targets: Annotated[tuple[str, ...] | Literal["all-linear"], BeforeValidator(_names_or_all_linear)] = "all-linear"
     """Names (last parts) of linear modules that get an adapter; all-linear takes every one of the decoder layers."""
 
 

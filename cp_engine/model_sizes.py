@@ -76,6 +76,11 @@ _RELEASED = {
     ),
 }
 
+_OF_RUNS = (
+    ". The random presets of train, logprobs and verify have none before a run saves one: give the folder `final` in "
+    "its output_dir"
+)
+
 
 def model_sizes(name: str) -> ModelSizes:
     """The sizes of a preset, a ``config.json``, or a folder that holds one.
@@ -92,7 +97,7 @@ def model_sizes(name: str) -> ModelSizes:
     if not path.is_file():
         raise ValueError(
             f"--model expects {', '.join(PRESETS)}, or a Hugging Face config.json or a folder that holds one; "
-            f"got {name!r}, and there is no file {path}"
+            f"got {name!r}, and there is no file {path}{_OF_RUNS if name.startswith('tiny-') else ''}"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -74,7 +74,7 @@ def run_sizes(config: Config, model: nn.Module, ranks: Ranks) -> tuple[ModelSize
     text = model.config.get_text_config()
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = sum(count for count, requires_grad in counts if requires_grad)
-    adapted = config.lora is not None
+    adapted, frozen = config.lora is not None, not trained
     sizes = sizes_of_config(text.to_dict(), config.model.path)
     sizes = replace(
         sizes,
@@ -87,10 +87,11 @@ def run_sizes(config: Config, model: nn.Module, ranks: Ranks) -> tuple[ModelSize
         stage=engine.stage or 0,
         shards=(ranks.per_node or ranks.world) if engine.shard == "node" else ranks.world,
         offload_states=engine.offload == "cpu",
-        adapter_parameters=trained if adapted else None,
+        adapter_parameters=trained if adapted or frozen else None,
         adapter_width=config.lora.r * len(list(lora_layers(model))) // sizes.layers if adapted else 0,
         optimizer_moments=2 if config.optimizer.name == "adamw" else 0,
-        recompute=config.memory.recompute,
+        # A model that only scores keeps nothing for a backward pass: less than with all layers recomputed.
+        recompute="layers" if frozen else config.memory.recompute,
         offload_activations=config.memory.offload_activations,
         triton_attention=ranks.device.type == "cuda",
         triton_gdn=ranks.device.type == "cuda",

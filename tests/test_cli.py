@@ -1,13 +1,16 @@
 """The commands as a user starts them: exit codes, the last line of stdout, and what they leave behind."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from cp_engine.cli import logprobs
 from cp_engine.cli.main import guarded
 from cp_engine.models.load import load_model, save_model
 
@@ -76,6 +79,20 @@ def test_train_on_two_local_ranks_writes_metrics_and_a_model(tmp_path):
 def test_torchrun_decides_how_many_ranks_there_are_but_does_not_contradict():
     done = command("train", "launch/configs/quickstart.yaml", "parallel.cp=2", RANK="0", WORLD_SIZE="1")
     assert done.returncode == 2 and "parallel.cp is 2 but 1 rank processes run" in done.stderr
+
+
+def test_logprobs_takes_packs_by_memory(capfd):
+    parser = argparse.ArgumentParser()
+    logprobs.add_arguments(parser)
+    run = ["--rollouts", str(SAMPLE), "--model", "tiny-qwen3", "--out", "o.jsonl", "--max-pack-tokens"]
+    assert [parser.parse_args([*run, budget]).max_pack_tokens for budget in ("auto", "120")] == ["auto", 120]
+    assert guarded(logprobs.run, parser.parse_args([*run, "auto"])) == 2
+    assert (
+        "auto is chosen from the memory of a GPU, and these ranks run on CPUs: give a number" in capfd.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        parser.parse_args([*run, "all"])
+    assert "expected a whole number of at least 2, or auto; got 'all'" in capfd.readouterr().err
 
 
 def test_an_interrupted_command_ends_with_130_and_one_word(capfd):

@@ -90,6 +90,13 @@ def test_overrides_replace_values(tmp_path):
             "final_lr is a setting of the linear and cosine schedules, and schedule is constant",
         ),
         ({"model": {"path": "x"}, "lora": {"rank": 3}}, "unknown key 'lora.rank'"),
+        (
+            {"model": {"path": "x"}, "lora": {"targets": "q_proj"}},
+            "config: lora.targets: expected a list of names of linear modules, such as [q_proj], or all-linear; got "
+            "'q_proj'",
+        ),
+        ({"model": {"path": "x"}, "lora": {"targets": []}}, "such as [q_proj], or all-linear; got []"),
+        ({"model": {"path": "x"}, "lora": {"targets": [3]}}, "such as [q_proj], or all-linear; got [3]"),
         ({}, "model: Field required"),
     ],
 )

@@ -124,3 +124,12 @@ def test_wrong_configurations_are_refused(config, match, tmp_path):
     with pytest.raises(ValueError, match=match) as caught:
         model_sizes(written(tmp_path, config))
     assert "config.json" in str(caught.value)
+
+
+def test_random_presets_are_read_from_a_run(tmp_path):
+    with pytest.raises(
+        ValueError, match="got 'tiny-qwen3.5', and there is no file .*: give the folder `final` in its out"
+    ):
+        model_sizes("tiny-qwen3.5")
+    with pytest.raises(ValueError, match="got 'absent', and there is no file absent$"):
+        model_sizes("absent")

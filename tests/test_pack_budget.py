@@ -8,7 +8,7 @@ import torch
 from cp_engine.config import parse_config
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
-from cp_engine.memory import RESERVED, predict_memory
+from cp_engine.memory import RESERVED, predict_memory, state_bytes
 from cp_engine.memory_setup import MemorySetup, Traffic
 from cp_engine.model_sizes import model_sizes
 from cp_engine.models.load import load_model
@@ -54,6 +54,20 @@ def test_a_run_says_what_its_memory_depends_on():
     assert setup.adapter_width == 4 * adapted // 4 > 0
 
 
+def test_a_model_that_only_scores_has_weights_and_no_training_states():
+    run, model = config(dtype="bfloat16"), load_model("tiny-qwen3.5", torch.bfloat16, 64)
+    trained = run_sizes(run, model, ALONE)
+    scoring = run_sizes(run, model.requires_grad_(False), ALONE)
+    assert scoring[0] == trained[0] and trained[1].adapter_parameters is None
+    assert (scoring[1].adapter_parameters, scoring[1].recompute) == (0, "layers")
+    assert state_bytes(*scoring) == (2 * scoring[0].parameters, 0, 0)
+    # Of Qwen3-8B an H200 has room for rows beside the weights that it would not have beside what training holds.
+    sizes = model_sizes("qwen3-8b")
+    assert pack_budget(H200, run, sizes, scoring[1]) > 100_000
+    with pytest.raises(ValueError, match="found no room for a pack"):
+        pack_budget(H200, run, sizes, trained[1])
+
+
 def test_as_few_layers_are_recomputed_as_fit():
     model = model_sizes("qwen3-8b")
     setup = MemorySetup(adapter_parameters=40_000_000, adapter_width=112, recompute="layers_keep_mixers")
@@ -85,6 +99,8 @@ def test_cpus_and_other_words_are_refused():
         Engine(config(packing={"max_pack_tokens": 100}, memory=memory), ALONE)
     with pytest.raises(ValueError, match="auto is chosen from the memory of a GPU, and these ranks run on CPUs"):
         Engine(config(packing={"max_pack_tokens": "auto"}), ALONE)
-    for value in ("all", 1, -5):
-        with pytest.raises(ValueError, match="expected a number of at least 2, auto, or null"):
+    for value in ("all", 1, -5, [8], 8.5, float("inf"), True):
+        with pytest.raises(
+            ValueError, match="tokens: expected a whole number of at least 2, auto, or null; got [^;]*$"
+        ):
             config(packing={"max_pack_tokens": value})

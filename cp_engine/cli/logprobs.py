@@ -25,7 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="float32", choices=("float32", "float64", "bfloat16"), help="as in training")
     add("--engine", default="plain", choices=("plain", "fsdp2"), help="weights whole on every rank, or sharded")
     add("--temperature", type=float, default=1.0, help="logits are divided by it, as in training")
-    add("--max-pack-tokens", type=int, help="cut the forest into packs of at most so many tree tokens")
+    add(
+        "--max-pack-tokens",
+        type=_tokens_or_auto,
+        metavar="M",
+        help="cut the forest into packs of at most so many tree tokens, or, with auto, of as many as are predicted to "
+        "fit into a GPU's memory (default: one pack)",
+    )
     add("--vocab-size", type=int, help="vocabulary of a preset, as model.vocab_size in training")
     add("--seed", type=int, default=0, help="seed of a preset's weights, as model.seed in training")
 
@@ -47,9 +53,15 @@ def run(args: argparse.Namespace) -> int:
         "logprobs",
     )
     engine = Engine(config, ranks, only_scores=True)
-    rollouts = read_rollouts(args.rollouts, vocab_size=engine.vocab_size, max_tokens=args.max_pack_tokens)
+    rollouts = read_rollouts(args.rollouts, vocab_size=engine.vocab_size, max_tokens=engine.packing.max_pack_tokens)
     values = engine.logprobs(rollouts)
     if ranks.is_first:
         add_field(args.rollouts, out, args.field, values)
         print(f"{out}: {args.field} of {len(values)} rollouts")
     return 0
+
+
+def _tokens_or_auto(text: str) -> int | str:
+    if text != "auto" and not (text.isdecimal() and int(text) >= 2):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 2, or auto; got {text!r}")
+    return text if text == "auto" else int(text)
