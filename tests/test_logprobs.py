@@ -46,16 +46,27 @@ class _Seen:
         self.log_ratio.append(result.log_prob.double().numpy() - old)
 
 
+@pytest.fixture(scope="module")
+def floors() -> dict[str, float]:
+    """Of each dtype: how far from 1 a ratio may be whose two log-probs were added in another order."""
+    truth = np.concatenate(Engine(config(1), this_rank()).logprobs(read_rollouts(SAMPLE, limit=8)))
+    # In bfloat16 as far as rounding moves the log-probs of flat rows: 0.10 nats for these weights.
+    return {"float64": 1e-13, "float32": 1e-5, "bfloat16": np.nanmax(np.abs(flat_in_bfloat16() - truth))}
+
+
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("dtype", "floor"), [("float64", 1e-13), ("float32", 1e-5)])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("budget", [None, 120])
-def test_a_frozen_models_ratio_is_one(world, dtype, floor, budget):
+def test_a_frozen_models_ratio_is_one(floors, world, dtype, budget):
     results = run_ranks(world, frozen_ratios, dtype, budget)
-    ratios = np.exp(np.concatenate([log_ratio for _, log_ratio in results]))
+    log_ratio = np.concatenate([log_ratio for _, log_ratio in results])
     rollouts = read_rollouts(SAMPLE, limit=20)
-    assert len(ratios) == sum(int(r.loss_mask[1:].sum()) for r in rollouts)
-    # The same packs give the same bits; other packs add in another order.
-    assert np.abs(ratios - 1).max() <= (floor if budget else 0.0)
+    assert len(log_ratio) == sum(int(r.loss_mask[1:].sum()) for r in rollouts)
+    # The same packs give the same bits. Packs that were cut add in another order: 3e-6 in float32; in bfloat16 0.03 on
+    # the worst token, 0.0016 in the mean, and the same bits on 62 % of the tokens.
+    assert np.abs(log_ratio).max() <= (floors[dtype] if budget else 0.0)
+    if dtype == "bfloat16":
+        assert np.abs(log_ratio).mean() <= floors[dtype] / 32
     for log_probs, _ in results:
         for mine, first, rollout in zip(log_probs, results[0][0], rollouts, strict=True):
             np.testing.assert_array_equal(mine, first)
@@ -89,13 +100,12 @@ def scored_in_bfloat16(engines: list[str]) -> list[list[np.ndarray]]:
     return found
 
 
-def test_engines_that_only_score_give_the_bits_of_training_in_bfloat16():
+def test_engines_that_only_score_give_the_bits_of_training_in_bfloat16(floors):
     trained, *scored = run_ranks(2, scored_in_bfloat16, ["plain", "fsdp2"])[0]
     for found in scored:
         np.testing.assert_array_equal(np.concatenate(found), np.concatenate(trained))
     truth = np.concatenate(Engine(config(1), this_rank()).logprobs(read_rollouts(SAMPLE, limit=8)))
-    off, of_flat = (np.nanmax(np.abs(x - truth)) for x in (np.concatenate(trained), flat_in_bfloat16()))
-    assert 0.01 < off <= 1.25 * of_flat
+    assert 0.01 < np.nanmax(np.abs(np.concatenate(trained) - truth)) <= 1.25 * floors["bfloat16"]
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_engine.config import Config
 from cp_engine.distributed.ranks import Ranks
+from cp_engine.distributed.zero import ZeroModel
 from cp_engine.engine import Engine
 from cp_engine.models.precision import keep_float64
 from cp_engine.rollouts import Rollout, read_rollouts
@@ -53,12 +54,17 @@ def tiny_config(sections: dict) -> Config:
     return Config.model_validate(raw | {"dtype": "float64", "loss": {"name": "grpo"}} | sections)
 
 
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Every weight; collective."""
+    return {name: tensor.cpu().clone() for name, tensor in engine.named_full_weights()}
+
+
 def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Every trained parameter's gradient; collective."""
-    found = {}
+    found, held = {}, engine.distributed
     for name, parameter in engine.model.causal_lm.named_parameters():
         if parameter.requires_grad:
-            gradient = parameter.grad
+            gradient = held.utils.safe_get_full_grad(parameter) if isinstance(held, ZeroModel) else parameter.grad
             found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return found
 

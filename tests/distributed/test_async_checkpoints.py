@@ -16,8 +16,9 @@ from cp_engine import checkpoint
 from cp_engine.checkpoint import Checkpoints
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
-from tests.distributed.engine_cases import sample, this_rank, tiny_config
-from tests.distributed.test_weights import ADAM, largest_error, mesh, weights_of
+from tests.distributed.engine_cases import sample, this_rank, tiny_config, weights_of
+from tests.distributed.test_weights import ADAM, mesh
+from tests.distributed.two_steps import largest_error
 from tests.ranks import run_ranks
 
 BFLOAT16 = {"model": {"path": "tiny-qwen3", "vocab_size": 36}, "dtype": "bfloat16"}

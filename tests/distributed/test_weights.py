@@ -1,4 +1,4 @@
-"""Weights after optimizer steps, whoever holds them; checkpoints that go on elsewhere; exports."""
+"""Weights after optimizer steps, whoever holds them: those of flat rows; checkpoints that go on elsewhere; exports."""
 
 import json
 
@@ -10,18 +10,21 @@ from cp_engine.checkpoint import Checkpoints
 from cp_engine.engine import Engine
 from cp_engine.models.load import load_model
 from cp_engine.models.precision import keep_float64
-from tests.distributed.engine_cases import sample, this_rank, tiny_config
+from tests.distributed.engine_cases import sample, this_rank, tiny_config, weights_of
+from tests.distributed.flat_training import OPTIMIZER, STEPS, scored_sample, train_flat
+from tests.distributed.two_steps import largest_error
 from tests.ranks import run_ranks
 
-ADAM = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}, "steps": 10}
+ADAM = {"optimizer": OPTIMIZER, "steps": STEPS}
+OBJECTIVES = {
+    "grpo": {"aggregation": "seq-mean-token-mean", "kl_coef": 0.05, "entropy_coef": 0.01, "temperature": 0.8},
+    "gspo": {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.2, "kl_estimator": "k2"},  # one ratio a rollout
+}
 
 
-def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in engine.named_full_weights()}
-
-
-def trained(steps: int, sections: dict, place=None, resume=False):
-    """Losses and learning rates of the steps, and the weights after them; a checkpoint in the middle of them."""
+def trained(steps: int, sections: dict, rollouts, place=None, resume=False):
+    """Loss, learning rate, gradient norm and shares of clipped tokens of each step, and the weights after them; a
+    checkpoint in the middle of them."""
     ranks = this_rank()
     with keep_float64():
         engine = Engine(tiny_config(sections), ranks)
@@ -30,8 +33,8 @@ def trained(steps: int, sections: dict, place=None, resume=False):
             assert checkpoints.resume(engine)
         figures = []
         while engine.steps_done < steps:
-            metrics = engine.train_step(sample())
-            figures.append((metrics["loss"], metrics["lr"]))
+            metrics = engine.train_step(rollouts)
+            figures.append([metrics[key] for key in ("loss", "lr", "grad_norm", "clipped_high", "clipped_low")])
             if place is not None and not resume and engine.steps_done in (2, 5):
                 checkpoints.save(engine)
         return figures, weights_of(engine)
@@ -41,35 +44,65 @@ def mesh(dp: int, cp: int, **engine) -> dict:
     return {"parallel": {"dp": dp, "cp": cp}, "engine": engine or {"name": "plain"}}
 
 
-def largest_error(found, truth) -> float:
-    assert found.keys() == truth.keys()
-    return max(float((found[name] - truth[name]).abs().max() / truth[name].abs().max()) for name in truth)
+def objective(name: str) -> dict:
+    return ADAM | {"loss": {"name": name} | OBJECTIVES[name]}
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return trained(10, ADAM | mesh(1, 1))
+def flat():
+    """By objective: rollouts, and what training the unmodified model on their rows gives."""
+    made = {}
+    for name in OBJECTIVES:
+        config = tiny_config(objective(name))
+        rollouts = scored_sample(config)
+        made[name] = rollouts, *train_flat(config, rollouts)
+    return made
+
+
+def assert_equal_steps(figures, truth):
+    for (loss, lr, norm, *_), (true_loss, true_lr, true_norm) in zip(figures, truth, strict=True):
+        assert loss == pytest.approx(true_loss, rel=1e-9)
+        assert lr == pytest.approx(true_lr, rel=1e-14)
+        assert norm == pytest.approx(true_norm, rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("dp", "cp", "engine"),
-    [(2, 2, {"name": "fsdp2"}), (1, 2, {"name": "plain"}), (2, 1, {"name": "fsdp2", "offload": "cpu"})],
+    ("loss", "dp", "cp", "engine"),
+    [
+        ("grpo", 1, 1, {"name": "plain"}),
+        ("grpo", 2, 2, {"name": "fsdp2"}),
+        ("grpo", 1, 2, {"name": "plain"}),
+        ("grpo", 2, 1, {"name": "fsdp2", "offload": "cpu"}),
+        ("gspo", 2, 1, {"name": "plain"}),
+        ("gspo", 1, 2, {"name": "fsdp2"}),
+    ],
     ids=str,
 )
-def test_ten_adamw_steps_end_at_the_same_weights(plain, dp, cp, engine):
-    figures, weights = run_ranks(dp * cp, trained, 10, ADAM | mesh(dp, cp, **engine))[0]
-    assert largest_error(weights, plain[1]) < 1e-9
-    for (loss, lr), (true_loss, true_lr) in zip(figures, plain[0], strict=True):
-        assert loss == pytest.approx(true_loss, rel=1e-9) and lr == true_lr
+def test_ten_adamw_steps_end_at_the_weights_of_flat_rows(flat, loss, dp, cp, engine):
+    """On packs that were cut."""
+    rollouts, true_figures, true_weights = flat[loss]
+    figures, weights = run_ranks(dp * cp, trained, STEPS, objective(loss) | mesh(dp, cp, **engine), rollouts)[0]
+    assert largest_error(weights, true_weights) < 1e-9
+    assert_equal_steps(figures, true_figures)
+    # Every step's gradients are scaled down; from the second on, some but not all ratios are clipped on either side.
+    assert all(norm > OPTIMIZER["max_grad_norm"] for _, _, norm, *_ in figures)
+    assert all(0 < high < 0.9 and 0 < low < 0.9 for *_, high, low in figures[1:])
 
 
-def test_a_checkpoint_goes_on_with_another_engine_and_mesh(plain, tmp_path):
-    run_ranks(4, trained, 5, ADAM | mesh(2, 2, name="fsdp2"), tmp_path)
+@pytest.mark.parametrize("fault", [{"weight_decay": 0.0}, {"max_grad_norm": None}], ids=str)
+def test_another_optimizer_is_seen(flat, fault):
+    rollouts, _, true_weights = flat["grpo"]
+    sections = objective("grpo") | {"optimizer": OPTIMIZER | fault}
+    assert largest_error(trained(STEPS, sections, rollouts)[1], true_weights) > 1e-6
+
+
+def test_a_checkpoint_goes_on_with_another_engine_and_mesh(flat, tmp_path):
+    rollouts, true_figures, true_weights = flat["grpo"]
+    run_ranks(4, trained, 5, objective("grpo") | mesh(2, 2, name="fsdp2"), rollouts, tmp_path)
     for world, sections in ((2, mesh(1, 2, name="fsdp2")), (2, mesh(2, 1))):
-        figures, weights = run_ranks(world, trained, 10, ADAM | sections, tmp_path, True)[0]
-        assert [lr for _, lr in figures] == [lr for _, lr in plain[0][5:]]
-        assert [loss for loss, _ in figures] == pytest.approx([loss for loss, _ in plain[0][5:]], rel=1e-9)
-        assert largest_error(weights, plain[1]) < 1e-9
+        figures, weights = run_ranks(world, trained, STEPS, objective("grpo") | sections, rollouts, tmp_path, True)[0]
+        assert_equal_steps(figures, true_figures[5:])
+        assert largest_error(weights, true_weights) < 1e-9
 
 
 def test_a_checkpoint_after_skipped_steps_alone_can_be_read(tmp_path):
