@@ -24,6 +24,7 @@ from cp_engine.sharding.layer_time import (
     attention_parts,
     gather_time,
     head_groups,
+    head_rows_time,
     kernel_time,
     recurrent_time,
     relay_time,
@@ -216,10 +217,10 @@ class Predictor:
         survey = self.placement.survey
         kernel = kernel_time(whole_tiles(survey, figures), len(survey.tiles_above) - 1, query, model, costs)
         alone = token_time(figures.tokens, model.attention_products, model, costs)
-        # Queries and results, keys and values of the heads that other ranks compute; as much comes back in backward.
-        row = 2 * (query + kv) * (world - 1) * model.head_dim * model.element_bytes
-        exposed = figures.tokens * row * costs.all_to_all_mib // MIB + 2 * costs.all_to_all_latency
-        forward, backward = (LayerTime(token + work, exposed) for token, work in zip(alone, kernel, strict=True))
+        packing, exposed = head_rows_time(figures.tokens, query, kv, world, model, costs)
+        forward, backward = (
+            LayerTime(token + packing + work, exposed) for token, work in zip(alone, kernel, strict=True)
+        )
         held = 2 * self.placement.layout.tokens * 2 * (query + kv) * model.head_dim * model.element_bytes
         return (forward, backward), held
 

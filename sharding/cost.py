@@ -77,6 +77,9 @@ class Costs:
     # NCCL all-to-all between two GPUs, per MiB sent: 16 and 256 MiB in 54 and 471 us (anchors, links).
     all_to_all_mib: int = 3_475
     all_to_all_latency: int = 22_000
+    # The same MiB packed, unpacked and put in order where heads are dealt out: fitted on seven `ulysses` layers over
+    # two H200s (commits 8007910 and 3ec6fd0), which it gives within 10 %.
+    head_rows_mib: int = 5_000
     # NCCL send/recv: 16 and 256 MiB in 85 and 881 us (anchors, links).
     send_mib: int = 3_320
     send_latency: int = 32_000

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_engine.sharding.cost import ACCUMULATION_BYTES, H200, MIB, Costs, ModelShape
-from cp_engine.sharding.layer_time import gather_time, head_groups, kernel_time, token_time
+from cp_engine.sharding.layer_time import gather_time, head_groups, head_rows_time, kernel_time, token_time
 from cp_engine.sharding.layout import Layout
 from cp_engine.sharding.measure import TILE, Figures, Survey, measure, traffic, whole_tiles, windowed_rows
 
@@ -165,10 +165,8 @@ def _ulysses(survey: Survey, figures: Figures, world: int, model: ModelShape, co
     tiles = whole_tiles(survey, figures)
     kernel = kernel_time(tiles, len(survey.tiles_above) - 1, query, model, costs)
     tokens = token_time(figures.tokens, model.attention_products, model, costs)
-    # Queries and results, keys and values of the heads that other ranks compute; as much comes back in backward.
-    row = 2 * (query + kv) * (world - 1) * model.head_dim * model.element_bytes
-    exposed = figures.tokens * row * costs.all_to_all_mib // MIB + 2 * costs.all_to_all_latency
-    return sum(int((alone + exposed).max()) + int(work) for alone, work in zip(tokens, kernel, strict=True))
+    packing, exposed = head_rows_time(figures.tokens, query, kv, world, model, costs)
+    return sum(int((alone + packing + exposed).max()) + int(work) for alone, work in zip(tokens, kernel, strict=True))
 
 
 def _ulysses_bytes(layout: Layout, model: ModelShape) -> int:

@@ -212,6 +212,14 @@ def recurrent_token_time(tokens: np.ndarray, shape: ModelShape, costs: Costs) ->
     return forward + row * costs.mixer_passes_forward, backward + row * costs.mixer_passes_backward
 
 
+def head_rows_time(tokens, query_heads: int, kv_heads: int, world: int, shape: ModelShape, costs: Costs):
+    """One direction of dealing heads out to ``world`` ranks, of which each gets so many: what a rank computes, and the
+    all-to-alls, which nothing hides. Queries and results, keys and values of the heads of others move."""
+    row = 2 * (query_heads + kv_heads) * (world - 1) * shape.head_dim * shape.element_bytes
+    exposed = tokens * row * costs.all_to_all_mib // MIB + 2 * costs.all_to_all_latency
+    return tokens * row * costs.head_rows_mib // MIB, exposed
+
+
 def relay_time(moved: np.ndarray, shape: ModelShape, costs: Costs) -> tuple[LayerTime, LayerTime]:
     """Moving the hidden states of all tokens into another layout before a run of recurrent layers, and back after it.
 

@@ -144,6 +144,23 @@ def test_every_layout_covers_the_forest_and_has_predictions():
         place("zigzag", forest, 2, workload)
 
 
+# ms of a layer on two H200s, forward and backward (benchmarks/results.jsonl): commits dc98719, 3ec6fd0 and 8007910.
+MEASURED = {
+    ("art_5k16x100", "planner"): {"gather": 12.59, "ring": 18.67, "ulysses": 17.75},
+    ("art_5k16x100", "spread"): {"gather": 14.37},
+    ("chain_128k", "planner"): {"gather": 419.3, "ring": 423.8, "ulysses": 421.3},
+    ("dualkv_16k28", "planner"): {"gather": 108.95, "ring": 112.3, "ulysses": 120.7},
+}
+
+
+@pytest.mark.parametrize(("workload", "layout"), MEASURED)
+def test_measured_layers_on_two_gpus_are_predicted(workload, layout):
+    about = WORKLOADS[workload]
+    times = predicted_ms(place(layout, workload_forest(about.tree, 2), 2, about), about)
+    for exchange, measured in MEASURED[workload, layout].items():
+        assert times[exchange] == pytest.approx(measured, rel=0.15), exchange
+
+
 def test_laps_follow_each_other():
     ran = []
     laps = clock.laps_ms([lambda: ran.append(1), lambda: ran.append(2)], CPU)
