@@ -92,6 +92,7 @@ def prepare_step(
         ValueError: for rollouts that the loss cannot use (no reward and no advantage, missing log-probs), a step
             without trained tokens, or a rollout over the pack budget.
     """
+    check_usable(rollouts, loss)
     flat = flatten_rollouts(rollouts)
     length = np.diff(flat.row_start)
     counted = flat.loss_mask.copy()
@@ -115,7 +116,7 @@ def prepare_step(
         dp=dp,
         dp_prices=run_prices(shape) if dp > 1 else None,
     )
-    step = StepData(
+    return StepData(
         flat=flat,
         packs=packs,
         counted=counted,
@@ -129,8 +130,19 @@ def prepare_step(
         ref_logprob=_per_token([r.ref_logprobs for r in rollouts], length),
         sampler_logprob=_per_token([r.sampler_logprobs for r in rollouts], length),
     )
-    _require_logprobs(rollouts, step, loss)
-    return step
+
+
+def check_usable(rollouts: Sequence[Rollout], loss: LossConfig) -> None:
+    """Refuse rollouts that the loss cannot use: of a step, or of all steps before the first one.
+
+    Raises:
+        ValueError: naming the first rollout, or pair, that lacks what the loss needs.
+    """
+    if loss.name == "dpo":
+        pair_preferences(rollouts, np.array([int(r.loss_mask[1:].sum()) for r in rollouts]))
+    elif loss.name != "sft":
+        _require_rewards(rollouts, loss)
+    _require_logprobs(rollouts, loss)
 
 
 def _per_token(values: list[np.ndarray | None], length: np.ndarray) -> np.ndarray:
@@ -139,13 +151,6 @@ def _per_token(values: list[np.ndarray | None], length: np.ndarray) -> np.ndarra
 
 def _advantages(rollouts: Sequence[Rollout], flat: FlatRollouts, loss: LossConfig) -> np.ndarray:
     """The given advantages; where a rollout has none, its reward against its group's."""
-    lacking = [i for i, r in enumerate(rollouts) if r.advantage is None and r.reward is None]
-    if lacking:
-        bare = rollouts[lacking[0]]
-        raise ValueError(
-            f"{loss.name} needs a reward or an advantage for every rollout; {len(lacking)} have neither, the first is "
-            f"rollout {bare.rollout!r} of group {bare.group!r}"
-        )
     # Rollouts that bring their own advantage may lack a reward; they stay out of their group's statistics.
     rewarded = np.array([r.advantage is None for r in rollouts])
     relative = np.zeros(len(rollouts))
@@ -157,23 +162,34 @@ def _advantages(rollouts: Sequence[Rollout], flat: FlatRollouts, loss: LossConfi
     return np.concatenate([np.broadcast_to(np.float64(a), r.length) for a, r in zip(given, rollouts, strict=True)])
 
 
-def _require_logprobs(rollouts: Sequence[Rollout], step: StepData, loss: LossConfig) -> None:
+def _require_rewards(rollouts: Sequence[Rollout], loss: LossConfig) -> None:
+    lacking = [r for r in rollouts if r.advantage is None and r.reward is None]
+    if lacking:
+        raise ValueError(
+            f"{loss.name} needs a reward or an advantage for every rollout; {len(lacking)} have neither, the first is "
+            f"rollout {lacking[0].rollout!r} of group {lacking[0].group!r}"
+        )
+
+
+def _require_logprobs(rollouts: Sequence[Rollout], loss: LossConfig) -> None:
     needs = []
     if loss.kl_coef:
-        needs.append(("ref_logprobs", step.ref_logprob, "loss.kl_coef is set"))
+        needs.append(("ref_logprobs", "loss.kl_coef is set"))
     if loss.name == "dpo":
-        needs.append(("ref_logprobs", step.ref_logprob, "loss.name is dpo"))
+        needs.append(("ref_logprobs", "loss.name is dpo"))
     if loss.sampler_cap is not None:
-        needs.append(("sampler_logprobs", step.sampler_logprob, "loss.sampler_cap is set"))
-    for field, values, reason in needs:
-        missing = np.flatnonzero(np.isnan(values) & step.counted)
-        if len(missing):
-            row = int(np.searchsorted(step.flat.row_start, missing[0], side="right")) - 1
-            position = int(missing[0] - step.flat.row_start[row])
-            raise ValueError(
-                f"{reason}, so every trained token needs {field}; rollout {rollouts[row].rollout!r} of group "
-                f"{rollouts[row].group!r} has none at position {position}"
-            )
+        needs.append(("sampler_logprobs", "loss.sampler_cap is set"))
+    for field, reason in needs:
+        for rollout in rollouts:
+            values, trained = getattr(rollout, field), rollout.loss_mask[1:]
+            missing = np.flatnonzero(trained if values is None else trained & np.isnan(values[1:]))
+            if len(missing):
+                command = "`python -m cp_engine logprobs --field ref_logprobs` adds them to a file"
+                raise ValueError(
+                    f"{reason}, so every trained token needs {field}; rollout {rollout.rollout!r} of group "
+                    f"{rollout.group!r} has none at position {missing[0] + 1}"
+                    + (f"; {command}" if field == "ref_logprobs" else "")
+                )
 
 
 @dataclass(frozen=True)

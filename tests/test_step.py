@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cp_engine.cli.train import steps_of_groups
+from cp_engine.cli.train import check_steps, steps_of_groups
 from cp_engine.config import LossConfig, PackingConfig, parse_config
 from cp_engine.rollouts import Rollout
 from cp_engine.step import prepare_step
@@ -35,6 +35,30 @@ def test_a_step_has_whole_groups_once_each_and_a_pass_has_all(groups, per_step):
 def test_more_groups_than_there_are_is_refused():
     with pytest.raises(ValueError, match="data.groups_per_step is 3, but the rollouts have 2 groups"):
         steps(2, 3, 1)
+
+
+def test_what_a_later_step_could_not_use_is_refused_before_the_first():
+    def check(rollouts: list[Rollout], per_step: int, **loss) -> None:
+        data = {"rollouts": "f.jsonl", "groups_per_step": per_step}
+        check_steps(rollouts, parse_config({"model": {"path": "x"}, "data": data, "loss": loss, "steps": 9}))
+
+    good = [rollout(name, group=name, reward=1.0) for name in "ab"]
+    masked = rollout("c", group="c", reward=1.0, loss_mask=[1, 0, 0])
+    check([*good, masked], 2)
+    with pytest.raises(
+        ValueError, match="step [123] would have no trained token .* in its groups 'c': leave such groups"
+    ):
+        check([*good, masked], 1)
+    with pytest.raises(ValueError, match="data.groups_per_step is 3, but the rollouts have 2 groups"):
+        check(good, 3)
+    with pytest.raises(ValueError, match="1 have neither, the first is rollout 'd'"):
+        check([*good, rollout("d", group="d")], 1)
+    with pytest.raises(
+        ValueError, match="needs ref_logprobs; rollout 'a' .*; `python -m cp_engine logprobs --field ref_l"
+    ):
+        check(good, 1, kl_coef=0.1)
+    with pytest.raises(ValueError, match="dpo needs two rollouts in each group"):
+        check(good, 1, name="dpo")
 
 
 def prepared(rollouts: list[Rollout], **loss):

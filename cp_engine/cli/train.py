@@ -68,6 +68,25 @@ def steps_of_groups(rollouts: list[Rollout], config: Config) -> Iterator[list[Ro
         yield [rollout for name in chosen for rollout in groups[name]]
 
 
+def check_steps(rollouts: list[Rollout], config: Config) -> None:
+    """Refuse, before the first step, rollouts that a later one could not use.
+
+    Raises:
+        ValueError: as `check_usable` and `steps_of_groups`, and for a step without a trained token.
+    """
+    from cp_engine.step import check_usable
+
+    check_usable(rollouts, config.loss)
+    trained = {rollout.group for rollout in rollouts if rollout.loss_mask[1:].any()}
+    for number, step in enumerate(steps_of_groups(rollouts, config), 1):
+        if not any(rollout.group in trained for rollout in step):
+            groups = ", ".join(repr(name) for name in dict.fromkeys(rollout.group for rollout in step))
+            raise ValueError(
+                f"step {number} would have no trained token (loss_mask 1 beyond a rollout's first token) in its groups "
+                f"{groups}: leave such groups out of {config.data.rollouts}, or raise data.groups_per_step"
+            )
+
+
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
@@ -75,13 +94,12 @@ def run(args: argparse.Namespace) -> int:
     from cp_engine.cli.step_line import step_line
     from cp_engine.distributed.ranks import join_ranks
     from cp_engine.engine import Engine
-    from cp_engine.models.load import check_save_place
     from cp_engine.trackers import check_trackers, strict_json
 
     config = _config(args)
     check_trackers(config.metrics)
     out = Path(config.output_dir)
-    check_save_place(out / "final")
+    _check_output(out, config)
     ranks = join_ranks(config.parallel.timeout_s)
     engine = Engine(config, ranks)
     rollouts = read_rollouts(
@@ -91,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         limit=config.data.limit,
         limit_per_group=config.data.limit_per_group,
     )
+    check_steps(rollouts, config)
     console = Console(stderr=True)
     checkpoints = _checkpoints(out / "checkpoints", engine, rollouts, console)
     trackers, metrics, begun = [], {}, engine.steps_done
@@ -157,6 +176,25 @@ def _with_next(steps: Iterable[list[Rollout]]) -> Iterator[tuple[list[Rollout], 
         following = next(steps, None)
         yield present, following
         present = following
+
+
+def _check_output(out: Path, config: Config) -> None:
+    """Refuse, before any work is done, an output folder that a run could not write to, or whose model it would spoil.
+
+    Raises:
+        ValueError: says what is in the way.
+    """
+    from cp_engine.models.load import check_save_place
+
+    for name in ("final",) if config.lora is None else ("final", "adapter"):
+        check_save_place(out / name)
+    # That of a run has sections, and no such field.
+    described = out / "config.json"
+    if described.is_file() and "model_type" in described.read_text(errors="replace"):
+        raise ValueError(
+            f"output_dir {str(out)!r} is a model folder, and the run's config.json would take the place of the "
+            "model's; choose another output_dir"
+        )
 
 
 def _start_output(out: Path, config: Config, steps_done: int) -> list[Tracker]:

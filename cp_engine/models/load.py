@@ -48,12 +48,16 @@ def load_model(
         if dtype == torch.bfloat16:
             return _cast(preset_model(name, torch.float32, vocab_size, seed)).to(device)
         return _with_experts_for(dtype, preset_model(name, dtype, vocab_size, seed)).to(device)
-    if not (Path(name) / "config.json").is_file():
+    if not (Path(name) / "config.json").is_file() or _saved_by_run(name):
         raise ValueError(
-            f"model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a local folder that holds a config.json"
+            f"model {name!r} is neither a preset ({', '.join(PRESETS)}) nor a local folder that holds a config.json of "
+            f"a model{_what_it_may_be(name)}"
         )
     if vocab_size is not None:
-        raise ValueError(f"a vocabulary of {vocab_size} was asked for, but the folder {name!r} has its own")
+        raise ValueError(
+            f"a vocabulary of {vocab_size} was asked for, but the folder {name!r} has its own: leave vocab_size out, "
+            "or set it to null"
+        )
     from transformers import AutoModelForCausalLM
 
     try:
@@ -68,6 +72,23 @@ def load_model(
     if dtype == torch.bfloat16:
         _restore_float32(model, Path(name))
     return _with_experts_for(dtype, model).to(device)
+
+
+def _saved_by_run(name: str) -> bool:
+    """Whether it is the output_dir of a run, with a config.json of its own and the model one folder below."""
+    own = Path(name) / "config.json"
+    return (Path(name) / "final").is_dir() and own.is_file() and "model_type" not in own.read_text(errors="replace")
+
+
+def _what_it_may_be(name: str) -> str:
+    """How to go on with what was taken for a model, to end an error with."""
+    if _saved_by_run(name):
+        return f"; it is the output_dir of a run, whose weights are in {str(Path(name) / 'final')!r}"
+    if (Path(name) / "adapter_config.json").is_file():
+        return "; it holds adapters alone, which a run has merged in the folder `final` beside it"
+    if name.count("/") == 1 and not Path(name).parent.exists():
+        return "; nothing is downloaded: fetch the model first, and give the path of its folder"
+    return ""
 
 
 def _with_experts_for(dtype: torch.dtype, model: nn.Module) -> nn.Module:
@@ -110,7 +131,7 @@ def folder_vocabulary(path_or_preset: str | os.PathLike) -> int | None:
         ValueError: for a config that cannot be read.
     """
     name = os.fspath(path_or_preset)
-    if name in PRESETS or not (Path(name) / "config.json").is_file():
+    if name in PRESETS or not (Path(name) / "config.json").is_file() or _saved_by_run(name):
         return None
     from transformers import AutoConfig
 

@@ -91,6 +91,18 @@ def test_a_run_does_not_go_on_with_what_would_train_something_else(tmp_path, cap
     assert metrics.read_bytes().startswith(before) and len(metrics.read_text().splitlines()) == 3
 
 
+def test_places_that_a_run_would_spoil_are_refused_before_it_trains(tmp_path, capfd):
+    out = tmp_path / "run"
+    (out / "adapter").mkdir(parents=True)
+    (out / "adapter" / "note.txt").write_text("mine")
+    assert train_here(tmp_path, "lora.r=2") == 2
+    assert "run/adapter' exists and is not a model folder; choose another place" in capfd.readouterr().err
+    (out / "config.json").write_text('{"model_type": "qwen3"}')
+    assert train_here(tmp_path) == 2
+    assert "output_dir '" in (told := capfd.readouterr().err) and "run' is a model folder, and the run's" in told
+    assert sorted(path.name for path in out.iterdir()) == ["adapter", "config.json"]
+
+
 def test_another_learning_rate_is_told(tmp_path, caplog):
     assert train_here(tmp_path, "steps=1") == 0
     assert train_here(tmp_path, "steps=2", "optimizer.lr=1e-4") == 0

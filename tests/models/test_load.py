@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
 
 from cp_engine.models.cpu import make_cpu_runnable
-from cp_engine.models.load import check_save_place, load_model, prepare_for_trees, save_model
+from cp_engine.models.load import check_save_place, folder_vocabulary, load_model, prepare_for_trees, save_model
 from cp_engine.models.presets import PRESETS
 from tests.models.folders import save_vision_model
 
@@ -210,6 +210,18 @@ def test_loading_errors_say_what_was_expected(tmp_path):
     with pytest.raises(ValueError, match=r"'qwen' is neither a preset \(tiny-llama, .*tiny-qwen3-next\) nor a local"):
         load_model("qwen", torch.float32)
     save_model(load_model("tiny-qwen3", torch.float32, vocab_size=32), tmp_path / "whole")
+    run = tmp_path / "run"
+    save_model(load_model("tiny-qwen3", torch.float32, 8), run / "final")
+    (run / "config.json").write_text('{"steps": 3}')
+    with pytest.raises(ValueError, match="is the output_dir of a run, whose weights are in '.*/run/final'"):
+        load_model(run, torch.float32)
+    assert folder_vocabulary(run) is None and folder_vocabulary(run / "final") == 8
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="it holds adapters alone, which a run has merged in the folder `final`"):
+        load_model(tmp_path / "adapter", torch.float32)
+    with pytest.raises(ValueError, match="nothing is downloaded: fetch the model first"):
+        load_model("Qwen/Qwen3-8B", torch.float32)
     with pytest.raises(ValueError, match="a vocabulary of 7 was asked for, but the folder .* has its own"):
         load_model(tmp_path / "whole", torch.float32, vocab_size=7)
     file = tmp_path / "whole" / "model.safetensors"
