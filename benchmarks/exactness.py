@@ -7,7 +7,7 @@
 It runs on CPU ranks; smaller CP sizes use the first of them. The flat rows of a (model, loss, precision) run once
 and are compared with every tree run, so it takes minutes, not hours. `python -m cp_engine verify` is the same code.
 Every result is appended to a file at once, and what is there already is not run again; `page` writes docs/exactness.md
-from it.
+from it and from that of `benchmarks.exactness_losses`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from benchmarks import exactness_losses
 from cp_engine.distributed.ranks import Ranks, join_ranks, shutdown
 from cp_engine.rollouts import read_rollouts
 from cp_engine.verify.run import VerifyOptions, run_flat, verify_tree
@@ -158,7 +159,7 @@ def main() -> None:
     commands.add_parser("page")
     args = parser.parse_args()
     if args.command == "page":
-        PAGE.write_text(page(read_results(RESULTS)))
+        PAGE.write_text(page(read_results(RESULTS)) + exactness_losses.section(exactness_losses.read()))
         return
     ranks = join_ranks()
     groups: list[Ranks | None] = [None]

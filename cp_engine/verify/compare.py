@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 # A tensor whose gradients are all tiny is measured against this share of the model's largest gradient.
 _FLOOR = 1e-3
@@ -26,7 +27,7 @@ def gradient_error(tree: nn.Module, flat: dict[str, torch.Tensor]) -> GradientEr
     wrong.
 
     Args:
-        tree: the model whose gradients are judged.
+        tree: the model whose gradients are judged, the same on every rank; they may be sharded.
         flat: the true gradient of each of its parameters, by name; absent where there is none.
     """
     largest = max(float(gradient.abs().max()) for gradient in flat.values())
@@ -37,6 +38,8 @@ def gradient_error(tree: nn.Module, flat: dict[str, torch.Tensor]) -> GradientEr
             continue
         if mine is None or truth is None:
             return GradientError(float("inf"), name)
+        if isinstance(mine, DTensor):
+            mine = mine.full_tensor()
         error = float((mine - truth).abs().max()) / max(float(truth.abs().max()), _FLOOR * largest)
         if error != error:
             return GradientError(float("inf"), name)

@@ -59,6 +59,7 @@ class VerifyOptions:
     gdn_exchange: str = "affine"
     layout: str = "balanced"
     gdn_layout: str = "auto"
+    engine: str = "plain"  # or fsdp2
     dtype: str = "float64"
     loss: str = "sft"
     aggregation: str | None = None  # None: the loss's own
@@ -82,6 +83,7 @@ class VerifyOptions:
                     "gdn_exchange": self.gdn_exchange,
                     "gdn_layout": self.gdn_layout,
                 },
+                "engine": {"name": self.engine},
                 "packing": {"share": self.share, "max_pack_tokens": self.max_pack_tokens},
                 "loss": {
                     "name": self.loss,
@@ -282,6 +284,7 @@ def _verdict(figures: dict[str, Any], options: VerifyOptions, ranks: Ranks, seco
         "gdn_exchange": options.gdn_exchange,
         "layout": options.layout,
         "gdn_layout": options.gdn_layout,
+        "engine": options.engine,
         "dtype": options.dtype,
         "loss_name": options.loss,
         "aggregation": options.aggregation or LOSS_DEFAULTS[options.loss]["aggregation"],

@@ -6,6 +6,7 @@ The flat rows of a loss run once, here, and are handed to the ranks of every wor
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -53,6 +54,15 @@ def test_every_loss_with_every_aggregation_is_exact(world):
 def test_losses_are_exact_on_the_hybrid():
     cases = flat_runs("tiny-qwen3.5", ("gspo", "cispo", "ppo", "dpo"), ("seq-mean-token-mean",))
     assert_exact(cases, on_ranks(2, verify_all, cases))
+
+
+def test_sharded_weights_are_verified_too():
+    cases = [
+        (replace(options, engine="fsdp2"), flat) for options, flat in flat_runs("tiny-qwen3", ("ppo",), AGGREGATIONS)
+    ]
+    results = on_ranks(2, verify_all, cases)
+    assert_exact(cases, results)
+    assert all(result["engine"] == "fsdp2" for result in results)
 
 
 def verify_on_last_rank(cases: list[Case]) -> list[dict]:
