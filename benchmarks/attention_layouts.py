@@ -53,9 +53,10 @@ def spread_layout(forest: Forest, world: int, trunk: int = SPREAD_TOKENS) -> Lay
     """Every trunk cut over all ranks, and so are the short segments between them.
 
     A trunk is a segment of at least ``trunk`` tokens. Of it, and of each run of shorter segments of tree t, rank r
-    owns part (r - t) mod P from the front and that part from the back of 2P equal parts: equal tokens and about equal
-    pairs. The ranks of the first parts differ from tree to tree, so that no rank waits with all its trees for another.
-    Cuts lie where chunks of GDN layers end, which are the same on one GPU then; what that moves is made up for later.
+    owns part (r - t) mod P from the front and that part from the back of 2P equal parts: about equal tokens and pairs,
+    where parts have several chunks. The ranks of the first parts differ from tree to tree, so that no rank waits with
+    all its trees for another. Cuts lie where chunks of GDN layers end, which are the same on one GPU then; what that
+    moves is made up for later.
     """
     is_trunk = forest.segment_length >= trunk
     opens = np.ones(forest.segments, bool)

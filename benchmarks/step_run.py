@@ -156,8 +156,9 @@ class StepRun:
         """
         times = []
         clock.release(self.device)
-        clock.reset_peak(self.device)
         for left in reversed(range(warm + repeats)):
+            if left == repeats - 1:
+                clock.reset_peak(self.device)
             self._meet()
             began = time.perf_counter()
             metrics = self.engine.train_step(rollouts, upcoming=rollouts if left else None)

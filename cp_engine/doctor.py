@@ -193,7 +193,8 @@ def _attention(device, dtype: str, size: int) -> list[dict[str, Any]]:
     rows = Rows(device, getattr(torch, dtype), (0, 1, size))
     why = {name: auto.MODULES[name].why_not(rows) for name in ("cudnn", "triton")}
     found = []
-    for step, packs in (("forward", ("all",)), ("partial forward", ("all",)), ("backward", tuple(_PACKS))):
+    steps = {"forward": ("all",), "backward": tuple(_PACKS), "partial forward": ("all",), "partial backward": ("all",)}
+    for step, packs in steps.items():
         chosen = {pack: auto.choose(step, rows, _intervals(pack)) for pack in packs}
         if len(set(chosen.values())) == 1:
             chosen = {"all": next(iter(chosen.values()))}

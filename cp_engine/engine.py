@@ -23,6 +23,7 @@ from cp_engine.distributed.choose import distribute, load
 from cp_engine.distributed.full_weights import named_full_weights
 from cp_engine.distributed.mesh import make_mesh
 from cp_engine.distributed.ranks import Ranks, join_ranks
+from cp_engine.kernels.shared.on_device import moved
 from cp_engine.layers.attention import Heads, kernel_intervals
 from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.losses.router_balance import RouterBalance
@@ -234,7 +235,7 @@ class Engine:
         found = torch.zeros(len(step.flat.token), dtype=torch.float64, device=self.ranks.device)
         for planned, on_device, _ in self._packs(step):
             edge_logprob, _ = self.distributed(on_device, temperature=temperature)
-            index = torch.as_tensor(step.occurrence_index(planned.pack, on_device.plan), device=found.device)
+            index = moved(torch.as_tensor(step.occurrence_index(planned.pack, on_device.plan)), found.device)
             found[index] = edge_logprob[on_device.occurrence_edge].double()
         self.distributed.after_forward()
         if self.ranks.group is not None:  # each occurrence lies on one rank

@@ -74,7 +74,7 @@ class DevicePack:
 
         self.plan = plan
         self.group = group
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with an index, as tensors have it
         self.token_id = tensor(plan.token_id)[None]
         self.position = tensor(plan.position)[None]
         self.rollouts = tensor(plan.rollouts)
@@ -86,7 +86,7 @@ class DevicePack:
             for attention, made in zip((plan.attention, plan.window_attention), intervals, strict=True)
         )
         self.gdn = None if plan.gdn is None else gdn_tables(plan.gdn, rank, transport=transport)
-        if self.gdn is not None and self.device.type == "cuda":
+        if self.gdn is not None and self.device.type != "cpu":
             self.gdn.make_for_triton()
         self.relay = None if plan.relayout is None else relay_tables(plan.relayout)
         loss = plan.loss

@@ -27,9 +27,11 @@ class Costs:
     # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
     query_tile_forward: int = 6_870
     query_tile_backward: int = 65_650
-    # A forward whose results are merged comes from `triton`: 279.0 ms where `cudnn` takes 211.3 (chain_128k, one H200,
-    # commit 8bfacce).
-    partial_forward_percent: int = 132
+    # Where results of several calls are merged `triton` computes them, in percent of what `auto` takes otherwise, by
+    # head size: 279.0 + 811.0 ms for 214.3 + 583.6 (chain_128k, one H200, means of rows of 8bfacce and dc98719), and at
+    # D 256 1.57 to 1.62 x forward (rows of 003e032), nothing backward, which is `triton`'s anyway.
+    partial_forward_percent: tuple[tuple[int, int], ...] = ((128, 130), (256, 160))
+    partial_backward_percent: tuple[tuple[int, int], ...] = ((128, 139), (256, 100))
     # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: between the H200 times of one chain (141 and
     # 315 us) and of trees (117 to 119 and 305 to 306; measured 2026-11-30, commit 003e032). Both together within 5 %.
     chunk_forward: int = 126_000

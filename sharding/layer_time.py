@@ -132,7 +132,8 @@ def kernel_time(tiles, query_tiles, heads: int, shape: ModelShape, costs: Costs,
     forward = tiles * _by_head_size(costs.tile_forward, shape.head_dim) + query_tiles * costs.query_tile_forward
     backward = tiles * _by_head_size(costs.tile_backward, shape.head_dim) + query_tiles * costs.query_tile_backward
     if merged:
-        forward = forward * costs.partial_forward_percent // 100
+        forward = forward * _by_head_size(costs.partial_forward_percent, shape.head_dim) // 100
+        backward = backward * _by_head_size(costs.partial_backward_percent, shape.head_dim) // 100
     return forward * heads // 1000 + costs.launch, backward * heads // 1000 + costs.launch
 
 

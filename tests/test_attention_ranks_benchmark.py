@@ -111,7 +111,7 @@ def test_trunks_are_spread_over_all_ranks():
             for segment in np.flatnonzero(forest.segment_length >= trunk):
                 part = layout.owner[forest.segment_start[segment] : forest.segment_start[segment + 1]]
                 counts = np.bincount(part, minlength=world)
-                # Each of a rank's two parts ends and begins at most half a chunk from where it should.
+                # Cuts move to the ends of chunks, and by what a rank owns too much or too little of before.
                 assert counts.max() - counts.min() <= 4 * CHUNK, (name, segment)
             if name != "tau_toy":  # trunks of two to five chunks
                 assert imbalance(layout.rank_token_count) < 1.02
@@ -144,11 +144,12 @@ def test_every_layout_covers_the_forest_and_has_predictions():
         place("zigzag", forest, 2, workload)
 
 
-# ms of a layer on two H200s, forward and backward (benchmarks/results.jsonl): commits dc98719, 3ec6fd0 and 8007910.
+# ms of a layer on two H200s, forward and backward (benchmarks/results.jsonl): commits dc98719, 3ec6fd0 and 8007910. Not
+# `ring` where it merges: other kernels computed its parts then.
 MEASURED = {
-    ("art_5k16x100", "planner"): {"gather": 12.59, "ring": 18.67, "ulysses": 17.75},
+    ("art_5k16x100", "planner"): {"gather": 12.59, "ulysses": 17.75},
     ("art_5k16x100", "spread"): {"gather": 14.37},
-    ("chain_128k", "planner"): {"gather": 419.3, "ring": 423.8, "ulysses": 421.3},
+    ("chain_128k", "planner"): {"gather": 419.3, "ulysses": 421.3},
     ("dualkv_16k28", "planner"): {"gather": 108.95, "ring": 112.3, "ulysses": 120.7},
 }
 

@@ -62,7 +62,7 @@ def test_a_step_that_was_begun_is_not_prepared_again(seen):
     assert [p.pack.name for p in ahead.planned(ahead.step(list("e")))] == ["e"]
 
 
-@pytest.mark.parametrize("while_it_ran", [0.0, 0.3])
+@pytest.mark.parametrize("while_it_ran", [0.0, 1.0])
 def test_what_a_step_waits_for_its_first_plan_is_told(seen, while_it_ran):
     """Preparing and planning take 0.2 s; a step that runs long enough hides them."""
 
@@ -76,12 +76,11 @@ def test_what_a_step_waits_for_its_first_plan_is_told(seen, while_it_ran):
 
     ahead, rollouts = lookahead(seen, prepare, plan), ["a"]
     (alone,) = ahead.planned(ahead.step(["b"]))
-    assert 0.2 <= alone.waited < 0.28
+    assert alone.waited >= 0.2
     ahead.begin(rollouts)
     time.sleep(while_it_ran)
     (planned,) = ahead.planned(ahead.step(rollouts))
-    least, most = (0, 0.05) if while_it_ran else (0.15, 0.28)
-    assert least <= planned.waited < most
+    assert planned.waited < 0.1 if while_it_ran else planned.waited > 0.1
 
 
 def test_errors_of_the_thread_surface(seen):

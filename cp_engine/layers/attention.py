@@ -110,7 +110,7 @@ def attention_tables(
     """Put one rank's plan on a device.
 
     Args:
-        intervals: of `kernel_intervals` for this plan and device; None makes them here.
+        intervals: of `kernel_intervals` for this plan and the device of the calls; None makes them here.
         transport: what carries the rows: `peer` (reads over symmetric memory), `collective` (NCCL or gloo), or `auto`.
         head_groups: in how many groups `gather` works off the kv heads; by default from the bytes that move.
     """

@@ -5,7 +5,8 @@ head ``h // (Hq // Hk)``. Equations and what counts as correct: `cp_engine.kerne
 
 A backend is a module with ``forward(q, k, v, intervals, scale, accumulate, into)``, ``backward(q, k, v, out, lse, dout,
 intervals, scale, accumulate_q, accumulate_kv, into_q)`` and ``prepare(step, q, kv_heads, intervals)``, where a step is
-"forward", "partial forward" (with ``accumulate``) or "backward". It is imported when it is first asked for.
+"forward" or "backward", after "partial" with ``accumulate`` or ``accumulate_q``. It is imported when it is first asked
+for.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def attention_backward(
     Args:
         out, dout: [Nq, Hq, D] of q's dtype.
         lse: [Nq, Hq] in the accumulation dtype.
-        accumulate_q: return dq in the accumulation dtype, for callers that split a row's keys over several calls.
+        accumulate_q: return dq in the accumulation dtype, for callers that split a row's keys over several calls. For
+            `cudnn` as with ``accumulate`` of `attention`.
         accumulate_kv: the same of dk and dv, for callers whose keys are seen by the rows of several calls. `cudnn`
             gives them rounded to q's dtype all the same.
         into_q: a tensor that becomes dq, as ``into`` of `attention`.
@@ -126,7 +128,8 @@ def prepare(
 
     Calls without it build the same at their first layer. Nothing touches the device: tables go there, and cuDNN's mask
     plan (GPU work of a few milliseconds) is made, at the first call. ``query_heads`` and ``kv_heads`` are those of one
-    call: of a group of heads, where an exchange calls the kernel by groups; ``accumulate`` is that of its forward.
+    call: of a group of heads, where an exchange calls the kernel by groups; ``accumulate``: rows' keys are split
+    over several calls.
 
     Raises:
         ValueError: for an unknown backend, or head counts that do not fit together.
@@ -134,8 +137,8 @@ def prepare(
     if kv_heads < 1 or query_heads < 1 or query_heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of kv heads; got {query_heads} and {kv_heads}")
     rows = torch.empty(0, query_heads, size, dtype=dtype, device=intervals.device)
-    for step in ("partial forward" if accumulate else "forward", "backward"):
-        _backend(backend).prepare(step, rows, kv_heads, intervals)
+    for step in ("forward", "backward"):
+        _backend(backend).prepare(f"partial {step}" if accumulate else step, rows, kv_heads, intervals)
 
 
 def _backend(name: str) -> ModuleType:

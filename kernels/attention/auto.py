@@ -50,7 +50,7 @@ def backward(
     into_q: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cp_engine.kernels.attention.api.attention_backward`."""
-    name = choose("backward", q, intervals)
+    name = choose("partial backward" if accumulate_q else "backward", q, intervals)
     return MODULES[name].backward(q, k, v, out, lse, dout, intervals, scale, accumulate_q, accumulate_kv, into_q)
 
 
@@ -60,15 +60,15 @@ def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> 
 
 
 def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
-    """The backend for the step "forward", "partial forward" or "backward" of query rows like q."""
+    """The backend for a step ("forward", "backward", or "partial" and one of them) of query rows like q."""
     # float32 is for proofs: the reference is exact there, and matrix units do not help any backend.
     if q.device.type != "cuda" or q.dtype in (torch.float64, torch.float32):
         return "reference"
     why = {name: MODULES[name].why_not(q) for name in ("cudnn", "triton")}
-    # cuDNN rounds partial results to 16 bits: merged, they leave the bounds of bf16 (1.35 x them over four ranks).
-    able = ("triton",) if step == "partial forward" else ("cudnn", "triton")
+    # cuDNN rounds partial results to 16 bits: merged they leave the bounds of bf16 (docs/log.md).
+    able = ("triton",) if step.startswith("partial") else ("cudnn", "triton")
     name = next((one for one in able if why[one] is None), "reference")
-    if step == "backward" and why["triton"] is None:
+    if step.endswith("backward") and why["triton"] is None:
         # Five products: 59.5 ms where `fa4` takes 79.2 and `cudnn` 93.5 (one trunk of 16,384 with 16 leaves of 2,048).
         # Its blocks are not smaller than theirs, but nor are they larger: no tree turns the order round.
         if triton.stores(q) or intervals.prepared("keys a row", mean_keys) < FEW_KEYS:

@@ -107,7 +107,7 @@ def backward(
 
 def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> None:
     """See `cp_engine.kernels.attention.api.prepare`."""
-    if step == "backward":
+    if step.endswith("backward"):
         call_list(intervals)
 
 

@@ -35,8 +35,14 @@ class Table:
 @pytest.fixture
 def pinned(monkeypatch):
     """The tensors that were copied to page-locked memory, which takes a GPU's driver."""
-    seen = []
+    seen, to = [], torch.Tensor.to
+
+    def checked(self, device, **options):
+        assert options == {"non_blocking": True} and self is seen[-1], "the host would wait"
+        return to(self, device)
+
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: seen.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "to", checked)
     return seen
 
 

@@ -241,8 +241,9 @@ def test_the_exchange_is_the_fastest_that_can_run():
     assert choice(forest, 1, DENSE).reason == "one rank: nothing moves"
 
 
-def test_only_a_ring_that_merges_pays_for_a_forward_that_does_not_round():
-    even, trees = replace(H200, partial_forward_percent=100), random_variety(3).forest
+def test_only_a_ring_that_merges_pays_for_kernels_that_do_not_round():
+    same = ((256, 100),)
+    even, trees = replace(H200, partial_forward_percent=same, partial_backward_percent=same), random_variety(3).forest
     whole = layout_from_cuts(np.array([0, trees.tokens]), np.array([1]), 2)
     for forest, layout, merges in ((star(2000, 40, 300), None, True), (trees, whole, False)):
         times, without = (

@@ -90,12 +90,13 @@ def prepare(step: str, q: torch.Tensor, kv_heads: int, intervals: Intervals) -> 
     from cp_engine.kernels.attention.triton.stored_pass import blocks_of
     from cp_engine.kernels.attention.triton.tiles import tile_list
 
-    if step == "backward" and stores(q):
+    backward = step.endswith("backward")
+    if backward and stores(q):
         blocks_of(q, kv_heads, intervals, on_device=False)
         return
     pack = packed_heads(q.shape[1] // kv_heads)
-    row_tiles("dq" if step == "backward" else "forward", q, pack, intervals, tile_list)
-    if step == "backward":
+    row_tiles("dq" if backward else "forward", q, pack, intervals, tile_list)
+    if backward:
         key_tiles(q, pack, intervals, tile_list)
 
 
