@@ -319,6 +319,11 @@ def _explain(problem: dict[str, Any]) -> str:
     location = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "value_error":  # a section's own check, whose message says what came
         return f"{location}: {problem['ctx']['error']}"
+    if problem["type"] == "missing":
+        return f"{location}: Field required"
+    if problem["type"] == "model_type":
+        known = _known_names(problem["loc"])
+        return f"{location}: expected a section of settings, such as {location}.{known[0]}; got {problem['input']!r}"
     if problem["type"] != "extra_forbidden":
         return f"{location}: {problem['msg']} (got {problem['input']!r})"
     known = _known_names(problem["loc"][:-1])

@@ -97,7 +97,14 @@ def test_overrides_replace_values(tmp_path):
         ),
         ({"model": {"path": "x"}, "lora": {"targets": []}}, "such as [q_proj], or all-linear; got []"),
         ({"model": {"path": "x"}, "lora": {"targets": [3]}}, "such as [q_proj], or all-linear; got [3]"),
-        ({}, "model: Field required"),
+        ({}, "config: model: Field required"),
+        ({"model": {"path": "x"}, "checkpoint": {"evry": 2}}, "checkpoint.every: Field required; unknown key"),
+        (
+            {"model": {"path": "x"}, "checkpoint": 2},
+            "checkpoint: expected a section of settings, such as checkpoint.every;",
+        ),
+        ({"model": {"path": "x"}, "lora": True}, "lora: expected a section of settings, such as lora.r; got True"),
+        ({"model": {"path": "x"}, "loss": "sft"}, "loss: expected a section of settings, such as loss.name; got 'sft'"),
     ],
 )
 def test_mistakes_are_named(raw, text):

@@ -179,7 +179,7 @@ def _with_next(steps: Iterable[list[Rollout]]) -> Iterator[tuple[list[Rollout], 
 
 
 def _check_output(out: Path, config: Config) -> None:
-    """Refuse, before any work is done, an output folder that a run could not write to, or whose model it would spoil.
+    """Refuse, before any work is done, an output folder that could not take what a run saves, or that is a model.
 
     Raises:
         ValueError: says what is in the way.
