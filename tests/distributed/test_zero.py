@@ -12,6 +12,7 @@ from cp_engine.distributed import zero as zero_module
 from cp_engine.engine import Engine
 from cp_engine.sharding.gdn_plan import GdnPlan
 from tests.distributed.engine_cases import sample, this_rank, tiny_config, weights_of
+from tests.distributed.test_engines import around_an_overlong_step
 from tests.distributed.test_loading import engine_of_first_rank, save_deep_model, whole_model
 from tests.distributed.two_steps import BOUND, SGD, assert_close, assert_moved, largest_error, several, two_steps
 from tests.ranks import run_ranks
@@ -174,6 +175,14 @@ def lost_step(stage: int):
 @pytest.mark.parametrize("stage", range(4))
 def test_a_gradient_that_is_not_finite_is_skipped(stage):
     assert zero_ranks(1, lost_step, stage) == [(True, 0.0, False)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_of_overlong_rollouts_alone_changes_nothing(stage):
+    told = {"step": 2, "skipped": True, "policy_loss": 0.0, "grad_norm": 0.0}
+    sections = {"parallel": {"cp": 2}, "engine": zero(stage), "dtype": "float32"}
+    found = zero_ranks(2, around_an_overlong_step, sections)
+    assert found == [(told, True, [False, True, False])] * 2
 
 
 def saved_after_a_lost_step(stage: int, place):
