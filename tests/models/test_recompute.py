@@ -201,7 +201,7 @@ def test_settings_without_effect_are_refused():
     with pytest.raises(ValueError, match="recompute_layers is 3, and recompute is none; set recompute: layers or"):
         parse_config({"model": {"path": "x"}, "memory": {"recompute_layers": 3}})
     for value in ("all", 0, -1):
-        with pytest.raises(ValueError, match="expected a number of at least 1, auto, or null; got"):
+        with pytest.raises(ValueError, match="expected a whole number of at least 1, auto, or null; got"):
             parse_config({"model": {"path": "x"}, "memory": {"recompute": "layers", "recompute_layers": value}})
     for tokens in (None, "auto"):
         sections = {"memory": {"recompute": "layers", "recompute_layers": "auto"}}
