@@ -13,11 +13,10 @@ from cp_engine.prediction import Placement, Predictor
 from cp_engine.sharding.cost import ModelShape
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
-from cp_engine.sharding.measure import Survey, measure
+from cp_engine.sharding.measure import CHUNK, Survey, measure
 from cp_engine.sharding.search import balanced_layout
 
 LAYOUTS = ("planner", "spread", "contiguous")
-CHUNK = 64  # tokens
 SPREAD_TOKENS = 1024  # a segment from this size on is a trunk that `spread` cuts over all ranks
 
 

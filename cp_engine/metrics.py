@@ -162,10 +162,8 @@ class StepMeter:
     ) -> dict[str, Any]:
         tree, flat = self.step.tree_tokens, self.step.flat_tokens
         lengths = np.diff(self.step.flat.row_start)
-        work, backward = (
-            Work(tokens=tree, pairs=pairs, predictors=predictors, window_pairs=window_pairs),
-            self.step.trains,
-        )
+        backward = self.step.trains
+        work = Work(tokens=tree, pairs=pairs, predictors=predictors, window_pairs=window_pairs)
         executed = self.model.flops(work, backward)
         flat_pairs = int((lengths * (lengths + 1) // 2).sum())
         hidden = np.maximum(lengths - (self.model.window or lengths.max()), 0)  # keys that a row's last token misses

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import attention, attention_ranks, attention_workloads, clock
-from benchmarks.attention_layouts import CHUNK, LAYOUTS, place, predicted_ms, spread_layout
+from benchmarks.attention_layouts import LAYOUTS, place, predicted_ms, spread_layout
 from benchmarks.attention_workloads import WORKLOADS, Workload, workload_forest
 from benchmarks.record import ROOT
 from benchmarks.report import page
 from cp_engine.sharding.exchange import gather
 from cp_engine.sharding.layout import imbalance, rank_pairs
+from cp_engine.sharding.measure import CHUNK
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -3,11 +3,7 @@
 The interpreter has to be switched on before Triton is imported, so its cases run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,18 +17,13 @@ from cp_engine.layers.gdn_tables import GdnHeads
 from cp_engine.sharding.cost import PRESETS
 from cp_engine.sharding.gdn_layout import place_layers
 from tests.gdn_oracle import forest_of_segments
+from tests.in_interpreter import pass_in_the_interpreter
 from tests.ranks import run_ranks
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
     pytest.importorskip("fla")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_gdn_benchmark.py"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pass_in_the_interpreter("tests/interpreted_gdn_benchmark.py")
 
 
 def toy(gpus: int):

@@ -184,13 +184,11 @@ def _check_output(out: Path, config: Config) -> None:
     Raises:
         ValueError: says what is in the way.
     """
-    from cp_engine.models.load import check_save_place
+    from cp_engine.models.load import check_save_place, holds_model
 
     for name in ("final",) if config.lora is None else ("final", "adapter"):
         check_save_place(out / name)
-    # That of a run has sections, and no such field.
-    described = out / "config.json"
-    if described.is_file() and "model_type" in described.read_text(errors="replace"):
+    if holds_model(out):
         raise ValueError(
             f"output_dir {str(out)!r} is a model folder, and the run's config.json would take the place of the "
             "model's; choose another output_dir"

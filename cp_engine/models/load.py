@@ -74,10 +74,15 @@ def load_model(
     return _with_experts_for(dtype, model).to(device)
 
 
+def holds_model(folder: str | os.PathLike) -> bool:
+    """Whether its config.json is a model's: that of a run has sections, and no such field."""
+    own = Path(folder) / "config.json"
+    return own.is_file() and "model_type" in own.read_text(errors="replace")
+
+
 def _saved_by_run(name: str) -> bool:
     """Whether it is the output_dir of a run, with a config.json of its own and the model one folder below."""
-    own = Path(name) / "config.json"
-    return (Path(name) / "final").is_dir() and own.is_file() and "model_type" not in own.read_text(errors="replace")
+    return (Path(name) / "final").is_dir() and (Path(name) / "config.json").is_file() and not holds_model(name)
 
 
 def _what_it_may_be(name: str) -> str:

@@ -3,11 +3,6 @@
 The interpreter has to be switched on before Triton is imported, so these cases run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,18 +12,13 @@ from cp_engine.sharding.forest import build_forest
 from cp_engine.sharding.intervals import visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
 from tests.forests import random_variety
+from tests.in_interpreter import pass_in_the_interpreter
 from tests.kernels.attention_oracle import random_tensors
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("cases", ["interpreted_attention", "interpreted_attention_stored"])
 def test_in_the_interpreter(cases):
-    pytest.importorskip("triton")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{cases}.py"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pass_in_the_interpreter(f"tests/kernels/{cases}.py")
 
 
 def test_refusals_name_the_remedy():

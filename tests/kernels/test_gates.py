@@ -3,29 +3,20 @@
 The interpreter has to be switched on before Triton is imported, so its cases run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from cp_engine.kernels.gates import choose, gated_norm, input_gates, triton
 from tests.gdn_oracle import relative_errors
+from tests.in_interpreter import pass_in_the_interpreter
 from tests.kernels.compiled import compile_for_hopper, is_tuned_compiler
 
-ROOT = Path(__file__).parents[2]
 EPS = 1e-6
 
 
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_gates.py"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pass_in_the_interpreter("tests/kernels/interpreted_gates.py")
 
 
 def test_cpus_and_float64_keep_the_reference():

@@ -3,12 +3,8 @@
 The interpreter has to be switched on before Triton is imported, so these cases run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +12,10 @@ import torch
 from cp_engine.kernels.gdn import triton as gdn
 from cp_engine.kernels.gdn.triton import backward_pass, dqkwg, forward_pass, launch
 from tests.gdn_oracle import random_forest
+from tests.in_interpreter import pass_in_the_interpreter
 from tests.kernels.gdn_cases import Case, case, rank_plans, whole_plan
 from tests.kernels.gdn_flat import share_of_bounds
 
-ROOT = Path(__file__).parents[2]
 # Of the state passes: sizes, and stages of a pass with no other beside it.
 OPTIONS = [
     (launch.STATE, launch.STATE.stages),
@@ -42,11 +38,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
     ],
 )
 def test_in_the_interpreter(cases):
-    pytest.importorskip("triton")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{cases}.py"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pass_in_the_interpreter(f"tests/kernels/{cases}.py")
 
 
 def test_refusals_name_the_remedy(monkeypatch):

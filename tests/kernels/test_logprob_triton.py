@@ -3,28 +3,20 @@
 The interpreter has to be switched on before Triton is imported, so these cases run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from cp_engine.kernels.logprob import row_kernels, triton
+from tests.in_interpreter import pass_in_the_interpreter
 from tests.kernels.head_cases import head_case, head_errors
 
-ROOT = Path(__file__).parents[2]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_logprob.py"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pass_in_the_interpreter("tests/kernels/interpreted_logprob.py")
 
 
 def test_whole_chunks_are_whole_tiles():

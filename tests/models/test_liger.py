@@ -1,10 +1,7 @@
 """Liger's kernels in place of the library's: a stand-in in float64; the package in Triton's interpreter and on GPUs."""
 
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,10 +16,10 @@ from cp_engine.models.liger import use_liger
 from cp_engine.models.load import load_model
 from cp_engine.models.precision import keep_float64
 from tests.distributed.engine_cases import this_rank
+from tests.in_interpreter import pass_in_the_interpreter
 from tests.models.liger_cases import engine_of, errors, gradients_of, library_module, step_on_gpu
 from tests.test_step_benchmark import arguments
 
-ROOT = Path(__file__).parent.parent.parent
 GPU = torch.device("cuda")
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-qwen3-next")
 
@@ -174,11 +171,7 @@ def test_the_step_benchmark_has_it_on_both_sides(load, calls, monkeypatch):
 
 def test_in_the_interpreter():
     pytest.importorskip("liger_kernel", reason="Liger is not installed (pip install 'cp-engine[liger]')")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/interpreted_liger.py"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pass_in_the_interpreter("tests/models/interpreted_liger.py")
 
 
 @pytest.mark.gpu
