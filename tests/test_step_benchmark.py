@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import step, step_flat, step_layer, step_ranks
+from benchmarks import step, step_flat, step_layer, step_ranks, step_run
 from benchmarks.record import ROOT
 from benchmarks.step_flat import FLAT_CALLS, Rows, sdpa
 from benchmarks.step_flops import hardware_flops, step_work
@@ -352,3 +352,22 @@ def test_the_command_appends_a_record_a_workload(tmp_path, monkeypatch, capsys):
     assert record["bench"] == "step" and record["commit"] == "abc" and record["recompute"] == "none"
     assert record["roof_tflops"] is None and record["right"]
     assert "speedup_over_flop_ratio" in capsys.readouterr().out
+
+
+def test_steps_that_warm_up_count_neither_in_time_nor_in_memory(monkeypatch):
+    """A step that compiles takes 10 s, those after it 1 and 3; the next one's plan begins in all but the last."""
+    now, seen, peaks = [0.0], [], []
+    seconds = iter([10.0, 1.0, 3.0])
+
+    def train_step(rollouts, upcoming):
+        now[0] += next(seconds)
+        seen.append(upcoming is rollouts)
+        return {"packs": 1}
+
+    run = object.__new__(StepRun)
+    run.engine, run.device, run.gradients = types.SimpleNamespace(train_step=train_step), torch.device("cpu"), {}
+    run.ranks = types.SimpleNamespace(group=None)
+    monkeypatch.setattr(step_run.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_run.clock, "reset_peak", lambda device: peaks.append(now[0]))
+    assert run.steps(["rollouts"], repeats=2, warm=1).seconds == 2.0
+    assert seen == [True, True, False] and peaks == [10.0]
