@@ -232,8 +232,7 @@ def compiled_kernels() -> int:
     """Kernels that Triton, cuDNN and FA4 have compiled in this process."""
     from cp_engine.kernels.attention.triton import backward_pass, forward_pass, stored_pass
 
-    kernels = forward_pass._forward_kernel, backward_pass._statistics_kernel
-    kernels += backward_pass._dq_kernel, backward_pass._dkdv_kernel
+    kernels = forward_pass._forward_kernel, backward_pass._dq_kernel, backward_pass._dkdv_kernel
     kernels += stored_pass._scores_kernel, stored_pass._key_products_kernel
     count = sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
     # Both packages keep theirs in instances of a class of this name.

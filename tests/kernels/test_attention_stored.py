@@ -15,7 +15,7 @@ MOST_SPILLED = 224  # bytes of a thread; 5 loads of 4 bytes in the loop of full 
 TYPES = (
     dict.fromkeys(("entries", "places", "items"), "*i32")
     | dict.fromkeys(("first_entry", "first_slot", "slots", "query_rows", "key_rows"), "i32")
-    | dict.fromkeys(("lse2", "delta", "dk", "dv"), "*fp32")
+    | dict.fromkeys(("lse", "dk", "dv"), "*fp32")
     | {"words": "*i64", "scale": "fp32", "scale_log2": "fp32"}
 )
 
@@ -23,7 +23,7 @@ TYPES = (
 def constants_of(size: int, pack: int, kv_heads: int) -> dict:
     heads = {"QH": kv_heads * pack, "KH": kv_heads, "D": size, "DP": 256, "PACK": pack}
     heads |= {"TOKENS": HOW.scores.rows // pack}
-    rows = dict.fromkeys(("Q_ROW", "DOUT_ROW"), kv_heads * pack * size)
+    rows = dict.fromkeys(("Q_ROW", "OUT_ROW", "DOUT_ROW"), kv_heads * pack * size)
     rows |= dict.fromkeys(("K_ROW", "V_ROW"), kv_heads * size)
     return heads | rows | {"ROWS": HOW.scores.rows, "BLOCK": HOW.product.keys, "PRECISION": "tf32"}
 

@@ -29,31 +29,21 @@ from cp_engine.kernels.attention.triton.primitives import (
 from cp_engine.kernels.attention.triton.tiles import ENTRY, TileList, tiles_on_device
 from cp_engine.kernels.shared.triton import LOG2_E, padded, precision, tl, triton
 
-STATISTIC_ROWS = 64
 LISTED_TOKENS = 16  # a listed tile has at least about so many, or the lists grow long
 
 
-@triton.jit(do_not_specialize=["query_rows"])
-def _statistics_kernel(
-    out, dout, lse, lse2, delta, query_rows, QH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr,
-    ROWS: tl.constexpr, OUT_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
+@triton.jit
+def row_statistics(
+    out, lse, grads, start, head, row, cols, query_rows, live, QH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PACK: tl.constexpr, TOKENS: tl.constexpr, OUT_ROW: tl.constexpr,
 ):  # fmt: skip
-    """lse2 and delta, both [QH / PACK, Nq * PACK], so that a tile's packed rows lie side by side."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
-    col = tl.arange(0, DP)
-    live = row < query_rows
-    mask = live[:, None] & (col < D)[None, :]
-    at = head * D + col[None, :]
-    results = tl.load(out + (tl.cast(row, tl.int64) * OUT_ROW)[:, None] + at, mask=mask, other=0.0)
-    product = results.to(tl.float32) * tl.load(
-        dout + (tl.cast(row, tl.int64) * DOUT_ROW)[:, None] + at, mask=mask, other=0.0
-    )
-    natural = tl.load(lse + tl.cast(row, tl.int64) * QH + head, mask=live, other=0.0)
-    place = (tl.cast(head // PACK, tl.int64) * query_rows + row) * PACK + head % PACK
-    tl.store(delta + place, tl.sum(product, 1), mask=live)
+    """lse2 and delta of the packed rows from token ``start`` on, both [len(row)]; ``grads``: their rows of dout."""
+    results = load_packed(out, start, head, row, cols, query_rows, PACK, OUT_ROW, D, DP, TOKENS, False, False)
+    delta = tl.sum(results.to(tl.float32) * grads.to(tl.float32), 1)
+    at = (tl.cast(start, tl.int64) + row // PACK) * QH + head + row % PACK
+    natural = tl.load(lse + at, mask=live, other=0.0)
     # A row that sees nothing has no visible score; any finite number in place of its lse gives p = 0.
-    tl.store(lse2 + place, tl.where(natural == -float("inf"), 0.0, natural * 1.4426950408889634), mask=live)
+    return tl.where(natural == -float("inf"), 0.0, natural * 1.4426950408889634), delta
 
 
 @triton.jit
@@ -70,13 +60,13 @@ def _dq_step(dq, queries, grads, keys, values, lse2, delta, seen, scale_log2, BO
 
 @triton.jit(do_not_specialize=["query_rows", "key_rows"])
 def _dq_kernel(
-    q, k, v, dout, lse2, delta, dq, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows,
+    q, k, v, out, lse, dout, lse2, delta, dq, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows,
     scale, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, OUT_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
-    """``Q_ROW`` and so on: elements from one row of an input to the next."""
+    """Also fills lse2 and delta. ``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
     start = tl.load(entry)
     index, full = tl.load(entry + 2), tl.load(entry + 3)
@@ -87,9 +77,12 @@ def _dq_kernel(
     queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
     grads = load_packed(dout, start, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, False)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
+    row_lse2, row_delta = row_statistics(
+        out, lse, grads, start, head, row, col, query_rows, live, QH, D, DP, PACK, TOKENS, OUT_ROW
+    )
     statistic = (tl.cast(tl.program_id(1), tl.int64) * query_rows + start) * PACK + row
-    row_lse2 = tl.load(lse2 + statistic, mask=live, other=0.0)
-    row_delta = tl.load(delta + statistic, mask=live, other=0.0)
+    tl.store(lse2 + statistic, row_lse2, mask=live)
+    tl.store(delta + statistic, row_delta, mask=live)
     acc = tl.zeros([ROWS, DP], tl.float32)
 
     place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
@@ -220,7 +213,8 @@ def backward(
     if not dq.numel():
         return dq, dk.zero_(), dv.zero_()
     pack = packed_heads(query_heads // kv_heads)
-    lse2, delta = statistics(q, k, out, lse, dout)
+    # Both [QH / PACK, Nq * PACK], so that a tile's packed rows lie side by side.
+    lse2, delta = (torch.empty_like(lse) for _ in range(2))
     shape = {"QH": query_heads, "D": size, "DP": padded(size), "PACK": pack}
     shape |= {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0), "DOUT_ROW": dout.stride(0)}
     shape |= {"KH": kv_heads, "PRECISION": precision(q.dtype), "ENTRY": ENTRY}
@@ -229,9 +223,10 @@ def backward(
     sizes, tiles = row_tiles("dq", q, pack, intervals, tiles_on_device)
     (keys, values), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
     _dq_kernel[(tiles.tiles, query_heads // pack)](
-        q, keys, values, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo,
-        tiles.words, query_rows, key_rows, *factors, DESCRIBED=described, TOKENS=sizes.rows // pack,
-        ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
+        q, keys, values, out, lse, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles,
+        tiles.border_lo, tiles.words, query_rows, key_rows, *factors, DESCRIBED=described, TOKENS=sizes.rows // pack,
+        ROWS=sizes.rows, KEYS=sizes.keys, OUT_ROW=out.stride(0), num_warps=sizes.warps, num_stages=sizes.stages,
+        **shape,
     )  # fmt: skip
 
     for kernel, sizes, parts, tiles in key_tiles(q, pack, intervals, tiles_on_device):
@@ -245,20 +240,6 @@ def backward(
                 ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
             )  # fmt: skip
     return dq, dk, dv
-
-
-def statistics(
-    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """lse2 and delta, both [QH / PACK, Nq * PACK], of at least one query row."""
-    query_rows, query_heads, size = q.shape
-    lse2, delta = (torch.empty_like(lse) for _ in range(2))
-    _statistics_kernel[(triton.cdiv(query_rows, STATISTIC_ROWS), query_heads)](
-        out, dout, lse, lse2, delta, query_rows, QH=query_heads, D=size, DP=padded(size),
-        PACK=packed_heads(query_heads // k.shape[1]), ROWS=STATISTIC_ROWS, OUT_ROW=out.stride(0),
-        DOUT_ROW=dout.stride(0),
-    )  # fmt: skip
-    return lse2, delta
 
 
 def empty_gradients(

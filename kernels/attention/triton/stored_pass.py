@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
-from cp_engine.kernels.attention.triton.backward_pass import empty_gradients, statistics
+from cp_engine.kernels.attention.triton.backward_pass import empty_gradients, row_statistics
 from cp_engine.kernels.attention.triton.blocks import KEY_ENTRY, ROW_ENTRY, Blocks, Wave, build_blocks
 from cp_engine.kernels.attention.triton.primitives import (
     Sizes,
@@ -76,12 +76,12 @@ def _scores_step(
 
 @triton.jit(do_not_specialize=["first_entry", "first_slot", "slots", "query_rows", "key_rows"])
 def _scores_kernel(
-    q, k, v, dout, lse2, delta, dq, stored, entries, places, words, first_entry, first_slot, slots, query_rows,
-    key_rows, scale, scale_log2,
+    q, k, v, out, lse, dout, dq, stored, entries, places, words, first_entry, first_slot, slots, query_rows, key_rows,
+    scale, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
+    DESCRIBED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
+    DOUT_ROW: tl.constexpr,
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next. A block is walked in steps of KEYS keys."""
     PACKS: tl.constexpr = QH // PACK
@@ -97,9 +97,9 @@ def _scores_kernel(
     queries = _in_registers(queries, 16)
     grads = load_packed(dout, start, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, False)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
-    statistic = (tl.cast(pack, tl.int64) * query_rows + start) * PACK + row
-    row_lse2 = tl.load(lse2 + statistic, mask=live, other=0.0)
-    row_delta = tl.load(delta + statistic, mask=live, other=0.0)
+    row_lse2, row_delta = row_statistics(
+        out, lse, grads, start, head, row, col, query_rows, live, QH, D, DP, PACK, TOKENS, OUT_ROW
+    )
     acc = tl.zeros([ROWS, DP], tl.float32)
     place = tl.load(places + slot)
     first_row = (pack * slots + slot - first_slot) * ROWS
@@ -212,7 +212,7 @@ def backward(
     dk.zero_()
     dv.zero_()
     if dq.numel() and intervals.key_end:
-        _fill(q, k, v, dout, *statistics(q, k, out, lse, dout), dq, dk, dv, intervals, scale)
+        _fill(q, k, v, out, lse, dout, dq, dk, dv, intervals, scale)
     else:
         dq.zero_()
     dk.mul_(scale)
@@ -231,7 +231,7 @@ def blocks_of(q: torch.Tensor, kv_heads: int, intervals: Intervals, on_device: b
     return take(name, lambda made: build_blocks(made, tokens, keys, max(most, 1), multiple))
 
 
-def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: float) -> None:
+def _fill(q, k, v, out, lse, dout, dq, dk, dv, intervals: Intervals, scale: float) -> None:
     """dq; dv, and dk before its scale, added to zeros."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -249,10 +249,10 @@ def _fill(q, k, v, dout, lse2, delta, dq, dk, dv, intervals: Intervals, scale: f
     shape |= {"Q_ROW": q.stride(0), "DOUT_ROW": dout.stride(0)}
     for wave in blocks.waves:
         _scores_kernel[(wave.row_entries[1] * packs,)](
-            q, keys, values, dout, lse2, delta, dq, written, blocks.row_entries, blocks.places, blocks.words,
+            q, keys, values, out, lse, dout, dq, written, blocks.row_entries, blocks.places, blocks.words,
             wave.row_entries[0], wave.first_slot, blocks.most, query_rows, key_rows, scale, scale * LOG2_E,
             KEYS=sizes.keys, ENTRY=ROW_ENTRY, DESCRIBED=described, K_ROW=k.stride(0), V_ROW=v.stride(0),
-            num_warps=sizes.warps, num_stages=sizes.stages, **shape,
+            OUT_ROW=out.stride(0), num_warps=sizes.warps, num_stages=sizes.stages, **shape,
         )  # fmt: skip
         _launch_key_products(q, dout, read, dk, dv, blocks, wave, shape)
 
