@@ -25,13 +25,14 @@ from cp_engine.kernels.attention.ranges import expand, union
 
 WORD = 64
 ENTRY = 6  # columns of `TileList.entries`
+HEAVY = 4096  # a program is heavy if it has more than one part in so many of a head's work
 
 
 @dataclass(frozen=True, eq=False)
 class TileList:
     """For one axis, one owned and one walked tile length."""
 
-    # int32 [T, ENTRY] heaviest first: first owned row, owned rows, first range, full tiles, first border, border end
+    # int32 [T, ENTRY] as launched: first owned row, owned rows, first range, full tiles, first border, border end
     entries: torch.Tensor
     range_lo: torch.Tensor  # int32 [R + 1] first walked row of a range of full tiles; the last one is never used
     range_tiles: torch.Tensor  # int32 [R + 1]
@@ -83,7 +84,7 @@ def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) ->
     total = np.append(0, np.cumsum(full_tiles))
     full = total[range_ptr[1:]] - total[range_ptr[:-1]]
     entries = np.stack([starts, height, range_ptr[:-1], full, border_ptr[:-1], border_ptr[1:]], 1)
-    order = np.argsort(-(full + np.diff(border_ptr)), kind="stable")
+    order = launch_order(full + np.diff(border_ptr))
 
     def put(x, dtype=np.int32):
         return torch.as_tensor(np.ascontiguousarray(x, dtype))
@@ -97,6 +98,17 @@ def build_tile_list(intervals: Intervals, axis: str, owned: int, walked: int) ->
         full_pairs=int(full.sum()) * owned * walked,
         border_pairs=len(border) * owned * walked,
     )
+
+
+def launch_order(work: np.ndarray) -> np.ndarray:
+    """In which order programs are launched; ``work``: walked tiles of each.
+
+    Heavy ones begin first, or the last of them would end alone. All others, and heavy ones of about the same work,
+    follow each other as their rows do: neighbours walk over the same rows, which the cache then still holds.
+    """
+    heavy = work * HEAVY > work.sum()
+    half_octaves = np.ceil(2 * np.log2(np.maximum(work, 1)))
+    return np.argsort(np.where(heavy, -half_octaves, 0), kind="stable")
 
 
 def full_ranges(pieces: Pieces, tile: np.ndarray, pitch: int, height: np.ndarray, walked: int):
