@@ -4,9 +4,10 @@
     python -m benchmarks.attention_tiles d256_16k16 now scores=128,32,8,3 product=64,128,8,3
 
 Each further argument is one trial: ``now`` for the sizes in use, or one or more ``kernel=rows,keys,warps,stages``
-joined by ``+``. ``scores`` and ``product`` are those of the backward that stores scores (head sizes above 128 on Hopper
-cards). Elsewhere ``dkdv`` at head size 256 replaces the two launches of dk and dv. A trial's results are compared with
-the first trial's; the largest difference is relative to the largest value.
+joined by ``+``; a fifth number says how many owned tiles registers hold (`primitives.Sizes`). ``scores`` and
+``product`` are those of the backward that stores scores (head sizes above 128 on Hopper cards). Elsewhere ``dkdv`` at
+head size 256 replaces the two launches of dk and dv. A trial's results are compared with the first trial's; the largest
+difference is relative to the largest value.
 """
 
 from __future__ import annotations
@@ -29,22 +30,27 @@ from cp_engine.kernels.attention.triton import primitives, stored_pass
 from cp_engine.kernels.attention.triton.primitives import SIZES, Sizes
 
 STORED = ("scores", "product")
+MOST_HELD = {"forward": 1, "dq": 2, "scores": 2}  # kernels whose owned tiles can be held in registers
 
 
 def sizes_of(trial: str) -> dict[str, Sizes]:
     """The kernels' sizes that a trial changes.
 
     Raises:
-        ValueError: for an unknown kernel or anything but four numbers.
+        ValueError: for an unknown kernel, anything but four or five numbers, or more held tiles than a kernel owns.
     """
     changed = {}
     for part in [] if trial == "now" else trial.split("+"):
         kernel, _, numbers = part.partition("=")
         values = numbers.split(",")
-        if kernel not in (*SIZES, *STORED) or len(values) != 4 or not all(value.isdigit() for value in values):
+        numbers_given = len(values) in (4, 5) and all(value.isdigit() for value in values)
+        if kernel not in (*SIZES, *STORED) or not numbers_given:
             known = ", ".join((*SIZES, *STORED))
-            raise ValueError(f"a trial is 'now' or kernel=rows,keys,warps,stages with one of {known}; got {part!r}")
+            form = "kernel=rows,keys,warps,stages or kernel=rows,keys,warps,stages,held"
+            raise ValueError(f"a trial is 'now' or {form} with one of {known}; got {part!r}")
         changed[kernel] = Sizes(*map(int, values))
+        if changed[kernel].held > MOST_HELD.get(kernel, 0):
+            raise ValueError(f"{kernel} can hold {MOST_HELD.get(kernel, 0)} tiles in registers; got {part!r}")
     return changed
 
 

@@ -13,8 +13,8 @@ CPU = torch.device("cpu")  # where no card limits the sizes
 def test_a_trial_changes_its_kernels_at_one_head_size_and_is_undone():
     pytest.importorskip("triton")
     assert sizes_of("now") == {}
-    changed = sizes_of("dkdv=32,64,8,3+dq=64,64,8,2")
-    assert changed == {"dkdv": Sizes(32, 64, 8, 3), "dq": Sizes(64, 64, 8, 2)}
+    changed = sizes_of("dkdv=32,64,8,3+dq=64,64,8,2,1")
+    assert changed == {"dkdv": Sizes(32, 64, 8, 3), "dq": Sizes(64, 64, 8, 2, held=1)}
     assert primitives.makes_apart(256, torch.bfloat16)
     before = primitives.kernel_sizes("dq", 256, torch.bfloat16, CPU)
     with in_use(changed, 256):
@@ -39,5 +39,13 @@ def test_a_trial_of_stored_scores_changes_that_backward_alone_and_is_undone():
 
 @pytest.mark.parametrize("trial", ["later", "dq=64,64,8", "dq=64,64,8,x", "dp=64,64,8,2", "dq=64,64,8,2+"])
 def test_other_trials_are_refused(trial):
-    with pytest.raises(ValueError, match="a trial is 'now' or kernel=rows,keys,warps,stages with one of forward, dq, "):
+    with pytest.raises(
+        ValueError, match="a trial is 'now' or kernel=rows,keys,warps,stages .* with one of forward, dq, "
+    ):
+        sizes_of(trial)
+
+
+@pytest.mark.parametrize("trial", ["dkdv=64,64,4,2,1", "forward=64,64,4,3,2", "product=64,128,8,3,1"])
+def test_kernels_hold_no_more_tiles_than_they_own(trial):
+    with pytest.raises(ValueError, match="can hold [01] tiles in registers"):
         sizes_of(trial)

@@ -66,8 +66,8 @@ def deep_forest():
 @pytest.mark.parametrize(
     ("sizes", "heads", "size", "apart", "described"),
     [
-        (Sizes(32, 16, 4, 1), (4, 2), 16, False, True),
-        (Sizes(64, 128, 4, 1), (3, 1), 20, True, True),  # 3 heads in 64 rows leave one over; two words a row
+        (Sizes(32, 16, 4, 1, held=2), (4, 2), 16, False, True),
+        (Sizes(64, 128, 4, 1, held=1), (3, 1), 20, True, True),  # 3 heads in 64 rows leave one over; two words a row
         (Sizes(32, 32, 4, 1), (2, 2), 64, True, True),
         (Sizes(16, 64, 4, 1), (34, 1), 32, False, False),  # 17 packs of 2 heads; listed tiles are walked in parts
     ],

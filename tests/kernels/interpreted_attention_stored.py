@@ -30,7 +30,7 @@ from tests.kernels.interpreted_attention import BOUND, deep_forest, specialisati
 
 NAMES = ("dq", "dk", "dv")
 TIGHT = 2 * 2 * 32 * 32 * 4 * 5  # bytes of five blocks of both of two packs
-SMALL = Stored(scores=Sizes(32, 16, 4, 1), product=Sizes(16, 32, 4, 1), workspace=TIGHT)
+SMALL = Stored(scores=Sizes(32, 16, 4, 1, held=2), product=Sizes(16, 32, 4, 1), workspace=TIGHT)
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ def test_kernels_compile_for_hopper_without_one(size, pack, kv_heads):
     made = [
         compile_for_hopper(
             stored_pass._scores_kernel,
-            constants | {"KEYS": HOW.scores.keys, "ENTRY": ROW_ENTRY, "DESCRIBED": copied},
+            constants | {"KEYS": HOW.scores.keys, "ENTRY": ROW_ENTRY, "DESCRIBED": copied, "HELD": HOW.scores.held},
             TYPES | keys | {"stored": tile(2, HOW.scores.rows, HOW.scores.keys)},
             HOW.scores.warps,
             HOW.scores.stages,

@@ -15,6 +15,7 @@ import torch
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.triton.primitives import (
     Sizes,
+    in_registers,
     kernel_sizes,
     load_bits,
     load_keys,
@@ -65,6 +66,7 @@ def _dq_kernel(
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, OUT_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     """Also fills lse2 and delta. ``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
@@ -83,6 +85,10 @@ def _dq_kernel(
     statistic = (tl.cast(tl.program_id(1), tl.int64) * query_rows + start) * PACK + row
     tl.store(lse2 + statistic, row_lse2, mask=live)
     tl.store(delta + statistic, row_delta, mask=live)
+    if HELD > 0:
+        queries = in_registers(queries, 16)
+    if HELD > 1:
+        grads = in_registers(grads, 16)
     acc = tl.zeros([ROWS, DP], tl.float32)
 
     place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
@@ -225,8 +231,8 @@ def backward(
     _dq_kernel[(tiles.tiles, query_heads // pack)](
         q, keys, values, out, lse, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles,
         tiles.border_lo, tiles.words, query_rows, key_rows, *factors, DESCRIBED=described, TOKENS=sizes.rows // pack,
-        ROWS=sizes.rows, KEYS=sizes.keys, OUT_ROW=out.stride(0), num_warps=sizes.warps, num_stages=sizes.stages,
-        **shape,
+        ROWS=sizes.rows, KEYS=sizes.keys, HELD=sizes.held, OUT_ROW=out.stride(0), num_warps=sizes.warps,
+        num_stages=sizes.stages, **shape,
     )  # fmt: skip
 
     for kernel, sizes, parts, tiles in key_tiles(q, pack, intervals, tiles_on_device):

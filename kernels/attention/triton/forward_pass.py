@@ -11,6 +11,7 @@ import torch
 
 from cp_engine.kernels.attention.intervals import Intervals
 from cp_engine.kernels.attention.triton.primitives import (
+    in_registers,
     load_bits,
     load_keys,
     load_packed,
@@ -44,7 +45,7 @@ def _forward_kernel(
     q, k, v, out, lse, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
@@ -55,6 +56,8 @@ def _forward_kernel(
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
     queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
+    if HELD:
+        queries = in_registers(queries, 16)
     acc = tl.zeros([ROWS, DP], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
@@ -104,6 +107,6 @@ def forward(
             query_rows, key_rows, scale * LOG2_E,
             QH=query_heads, KH=kv_heads, D=size, DP=padded(size), PACK=pack, TOKENS=sizes.rows // pack,
             ROWS=sizes.rows, KEYS=sizes.keys, PRECISION=precision(q.dtype), ENTRY=ENTRY,
-            DESCRIBED=described, num_warps=sizes.warps, num_stages=sizes.stages, **strides,
+            DESCRIBED=described, HELD=sizes.held, num_warps=sizes.warps, num_stages=sizes.stages, **strides,
         )  # fmt: skip
     return out, lse

@@ -28,20 +28,21 @@ class Sizes:
     keys: int  # key rows of a tile
     warps: int
     stages: int  # depth of the software pipeline
+    held: int = 0  # owned tiles that are held in registers (`in_registers`): q; q and dout
 
 
 # By kernel, then by padded head size; measured on an H200, see docs/log.md. "dkdv" makes dk and dv in one kernel; at
 # head size 256 two accumulators do not fit into registers: "dk" and "dv" are made apart, scores computed twice.
 SIZES = {
-    "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(128, 32, 8, 3)},
-    "dq": {64: Sizes(128, 64, 4, 3), 128: Sizes(128, 64, 8, 3), 256: Sizes(128, 32, 8, 3)},
+    "forward": {64: Sizes(128, 64, 4, 3), 128: Sizes(64, 64, 4, 3, 1), 256: Sizes(128, 32, 8, 3)},
+    "dq": {64: Sizes(128, 64, 4, 3), 128: Sizes(64, 64, 4, 3, 2), 256: Sizes(128, 32, 8, 3)},
     "dkdv": {64: Sizes(64, 64, 4, 3), 128: Sizes(64, 64, 4, 2)},
     "dk": {256: Sizes(32, 128, 8, 3)},
     "dv": {256: Sizes(32, 128, 8, 3)},
 }
-# Where borders are more than `SHORT` of all pairs, a tile of fewer rows wastes less.
+# Where borders are more than `SHORT` of all pairs, a tile of fewer keys wastes less.
 SHORT = 0.2
-SHORT_SIZES = {"forward": {128: Sizes(64, 64, 4, 3)}, "dq": {128: Sizes(64, 64, 4, 2)}}
+SHORT_SIZES = {"forward": {128: Sizes(64, 32, 4, 3, 1)}, "dq": {128: Sizes(64, 32, 4, 3, 1)}}
 # float32 products are exact (no tf32), without matrix units: small tiles, little to pipeline.
 FLOAT32 = Sizes(32, 32, 4, 1)
 
@@ -61,7 +62,7 @@ def kernel_sizes(kernel: str, size: int, dtype: torch.dtype, device: torch.devic
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     owned, walked = (chosen.keys, chosen.rows) if kernel in ("dkdv", "dk", "dv") else (chosen.rows, chosen.keys)
     # Both axes have two tensors: q and dout, k and v. Forward owns q alone, and dv's products need no owned v.
-    owned *= 1 if kernel in ("forward", "dv") else 2
+    owned *= (1 if kernel in ("forward", "dv") else 2) - chosen.held
     row = padded(size) * dtype.itemsize
     while row * (owned + 2 * chosen.stages * walked) > room and chosen.stages > 1:
         chosen = replace(chosen, stages=chosen.stages - 1)
@@ -121,6 +122,16 @@ def sources(tensors: list[torch.Tensor], tile: list[int]) -> tuple[list, bool]:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return [TensorDescriptor.from_tensor(part, tile) for part in tensors], True
+
+
+@triton.jit
+def in_registers(tile, STEP: tl.constexpr):
+    """``tile`` as a product's result: in registers, laid out as a left operand of later products. Adds exact zeros.
+
+    Matrix units then read the right operand alone from shared memory, which walked tiles have to themselves.
+    """
+    nothing = tl.zeros([tile.shape[0], STEP], tile.dtype)
+    return tl.dot(nothing, tl.zeros([STEP, tile.shape[1]], tile.dtype), tile.to(tl.float32)).to(tile.dtype)
 
 
 @triton.jit

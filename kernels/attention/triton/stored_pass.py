@@ -21,6 +21,7 @@ from cp_engine.kernels.attention.triton.backward_pass import empty_gradients, ro
 from cp_engine.kernels.attention.triton.blocks import KEY_ENTRY, ROW_ENTRY, Blocks, Wave, build_blocks
 from cp_engine.kernels.attention.triton.primitives import (
     Sizes,
+    in_registers,
     load_bits,
     load_keys,
     load_packed,
@@ -37,22 +38,12 @@ WORKSPACE = 3 << 30  # bytes of stored p and ds; one tile of query rows may need
 class Stored:
     """Tile sizes and launch options of both kernels; measured on an H200 at head size 256, see docs/log.md."""
 
-    scores: Sizes = Sizes(128, 32, 8, 4)  # rows of a block; keys of a step
-    product: Sizes = Sizes(64, 128, 8, 4)  # rows of a step; keys of a block
+    scores: Sizes = Sizes(128, 32, 8, 4, 1)  # rows of a block; keys of a step
+    product: Sizes = Sizes(64, 128, 8, 3)  # rows of a step; keys of a block
     workspace: int = WORKSPACE
 
 
 IN_USE = Stored()
-
-
-@triton.jit
-def _in_registers(tile, STEP: tl.constexpr):
-    """``tile`` as a product's result: in registers, laid out as a left operand of later products. Adds exact zeros.
-
-    q so leaves shared memory to the walked tiles, and matrix units do not wait for its reads.
-    """
-    nothing = tl.zeros([tile.shape[0], STEP], tile.dtype)
-    return tl.dot(nothing, tl.zeros([STEP, tile.shape[1]], tile.dtype), tile.to(tl.float32)).to(tile.dtype)
 
 
 @triton.jit
@@ -81,7 +72,7 @@ def _scores_kernel(
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr,
     DESCRIBED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
-    DOUT_ROW: tl.constexpr,
+    DOUT_ROW: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next. A block is walked in steps of KEYS keys."""
     PACKS: tl.constexpr = QH // PACK
@@ -94,12 +85,15 @@ def _scores_kernel(
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
     queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
-    queries = _in_registers(queries, 16)
     grads = load_packed(dout, start, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, False)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
     row_lse2, row_delta = row_statistics(
         out, lse, grads, start, head, row, col, query_rows, live, QH, D, DP, PACK, TOKENS, OUT_ROW
     )
+    if HELD > 0:
+        queries = in_registers(queries, 16)
+    if HELD > 1:
+        grads = in_registers(grads, 16)
     acc = tl.zeros([ROWS, DP], tl.float32)
     place = tl.load(places + slot)
     first_row = (pack * slots + slot - first_slot) * ROWS
@@ -252,7 +246,7 @@ def _fill(q, k, v, out, lse, dout, dq, dk, dv, intervals: Intervals, scale: floa
             q, keys, values, out, lse, dout, dq, written, blocks.row_entries, blocks.places, blocks.words,
             wave.row_entries[0], wave.first_slot, blocks.most, query_rows, key_rows, scale, scale * LOG2_E,
             KEYS=sizes.keys, ENTRY=ROW_ENTRY, DESCRIBED=described, K_ROW=k.stride(0), V_ROW=v.stride(0),
-            OUT_ROW=out.stride(0), num_warps=sizes.warps, num_stages=sizes.stages, **shape,
+            OUT_ROW=out.stride(0), HELD=sizes.held, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
         )  # fmt: skip
         _launch_key_products(q, dout, read, dk, dv, blocks, wave, shape)
 
