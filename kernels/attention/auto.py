@@ -18,7 +18,7 @@ from cp_engine.kernels.attention.pieces import row_pieces
 _LOG = logging.getLogger(__name__)
 MODULES = {"reference": reference, "triton": triton, "cudnn": cudnn}
 # Below so many visible keys of a row, mean over the rows, segments are short: the tiles of `triton` cover them with
-# fewer pairs, and its backward is faster (game24_tree has 457 keys a row).
+# fewer pairs, and it is faster (game24_tree has 457 keys a row).
 FEW_KEYS = 700
 
 
@@ -68,10 +68,10 @@ def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
     # cuDNN rounds partial results to 16 bits: merged they leave the bounds of bf16 (docs/log.md).
     able = ("triton",) if step.startswith("partial") else ("cudnn", "triton")
     name = next((one for one in able if why[one] is None), "reference")
-    if step.endswith("backward") and why["triton"] is None:
+    if why["triton"] is None:
         # Five products: 59.5 ms where `fa4` takes 79.2 and `cudnn` 93.5 (one trunk of 16,384 with 16 leaves of 2,048).
         # Its blocks are not smaller than theirs, but nor are they larger: no tree turns the order round.
-        if triton.stores(q) or intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
+        if step.endswith("backward") and triton.stores(q) or intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
             name = "triton"
     _log_once(step, name, str(q.dtype), q.shape[2], tuple(why.items()))
     return name

@@ -25,7 +25,7 @@ from cp_engine.kernels.attention.ranges import expand, union
 
 WORD = 64
 ENTRY = 6  # columns of `TileList.entries`
-HEAVY = 1024  # a program is heavy if it has more than one part in so many of a head's work
+HEAVY = 512  # a program is heavy if it has more than one part in so many of a head's work
 
 
 @dataclass(frozen=True, eq=False)
