@@ -66,7 +66,7 @@ def _dq_kernel(
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, OUT_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     """Also fills lse2 and delta. ``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
@@ -76,7 +76,7 @@ def _dq_kernel(
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
+    queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, OWNED)
     grads = load_packed(dout, start, head, row, col, query_rows, PACK, DOUT_ROW, D, DP, TOKENS, False, False)
     live = (row // PACK < TOKENS) & (start + row // PACK < query_rows)
     row_lse2, row_delta = row_statistics(
@@ -133,7 +133,7 @@ def _dkdv_kernel(
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, DOUT_ROW: tl.constexpr,
-    PARTS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PARTS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     """dk, dv or both, as DK and DV say. A listed tile is walked in PARTS tiles of TOKENS tokens."""
     entry = entries + tl.program_id(0) * ENTRY
@@ -142,8 +142,8 @@ def _dkdv_kernel(
     border, border_end = tl.load(entry + 4) * PARTS, tl.load(entry + 5) * PARTS
     kv_head = tl.program_id(1)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    keys = load_keys(k, start, kv_head, key, col, key_rows, K_ROW, D, DP, False, False)
-    values = load_keys(v, start, kv_head, key, col, key_rows, V_ROW, D, DP, False, False)
+    keys = load_keys(k, start, kv_head, key, col, key_rows, K_ROW, D, DP, False, OWNED)
+    values = load_keys(v, start, kv_head, key, col, key_rows, V_ROW, D, DP, False, OWNED)
     dk_acc = tl.zeros([KEYS, DP], tl.float32)
     dv_acc = tl.zeros([KEYS, DP], tl.float32)
     # Rows of a tile beyond its last packed token are masked even in full tiles.
@@ -228,21 +228,23 @@ def backward(
 
     sizes, tiles = row_tiles("dq", q, pack, intervals, tiles_on_device)
     (keys, values), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
+    (queries,), owned = sources([q], [sizes.rows // pack, pack, size])
     _dq_kernel[(tiles.tiles, query_heads // pack)](
-        q, keys, values, out, lse, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles,
+        queries, keys, values, out, lse, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles,
         tiles.border_lo, tiles.words, query_rows, key_rows, *factors, DESCRIBED=described, TOKENS=sizes.rows // pack,
-        ROWS=sizes.rows, KEYS=sizes.keys, HELD=sizes.held, OUT_ROW=out.stride(0), num_warps=sizes.warps,
+        ROWS=sizes.rows, KEYS=sizes.keys, HELD=sizes.held, OWNED=owned, OUT_ROW=out.stride(0), num_warps=sizes.warps,
         num_stages=sizes.stages, **shape,
     )  # fmt: skip
 
     for kernel, sizes, parts, tiles in key_tiles(q, pack, intervals, tiles_on_device):
         tokens = sizes.rows // pack
         (queries, grads), described = sources([q, dout], [tokens, pack, size])
+        (keys, values), owned = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
         if tiles.tiles:
             _dkdv_kernel[(tiles.tiles, kv_heads)](
-                queries, k, v, grads, lse2, delta, dk, dv, tiles.entries, tiles.range_lo, tiles.range_tiles,
+                queries, keys, values, grads, lse2, delta, dk, dv, tiles.entries, tiles.range_lo, tiles.range_tiles,
                 tiles.border_lo, tiles.words, query_rows, intervals.key_end, *factors, DESCRIBED=described,
-                DK="dk" in kernel, DV="dv" in kernel, PARTS=parts, TOKENS=tokens,
+                DK="dk" in kernel, DV="dv" in kernel, PARTS=parts, TOKENS=tokens, OWNED=owned,
                 ROWS=sizes.rows, KEYS=sizes.keys, num_warps=sizes.warps, num_stages=sizes.stages, **shape,
             )  # fmt: skip
     return dq, dk, dv

@@ -45,7 +45,7 @@ def _forward_kernel(
     q, k, v, out, lse, entries, range_lo, range_tiles, border_lo, words, query_rows, key_rows, scale_log2,
     QH: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PACK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, ENTRY: tl.constexpr, DESCRIBED: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, HELD: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, HELD: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
     """``Q_ROW`` and so on: elements from one row of an input to the next."""
     entry = entries + tl.program_id(0) * ENTRY
@@ -55,7 +55,7 @@ def _forward_kernel(
     head = tl.program_id(1) * PACK
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
-    queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, False)
+    queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, OWNED)
     if HELD:
         queries = in_registers(queries, 16)
     acc = tl.zeros([ROWS, DP], tl.float32)
@@ -101,12 +101,14 @@ def forward(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     strides = {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0)}
     (k, v), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
+    (queries,), owned = sources([q], [sizes.rows // pack, pack, size])
     if out.numel():
         _forward_kernel[(tiles.tiles, query_heads // pack)](
-            q, k, v, out, lse, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo, tiles.words,
+            queries, k, v, out, lse, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo, tiles.words,
             query_rows, key_rows, scale * LOG2_E,
             QH=query_heads, KH=kv_heads, D=size, DP=padded(size), PACK=pack, TOKENS=sizes.rows // pack,
             ROWS=sizes.rows, KEYS=sizes.keys, PRECISION=precision(q.dtype), ENTRY=ENTRY,
-            DESCRIBED=described, HELD=sizes.held, num_warps=sizes.warps, num_stages=sizes.stages, **strides,
+            DESCRIBED=described, HELD=sizes.held, OWNED=owned, num_warps=sizes.warps, num_stages=sizes.stages,
+            **strides,
         )  # fmt: skip
     return out, lse
