@@ -205,7 +205,7 @@ def main() -> None:
 
     for name in arguments.workloads:
         if ranks > 1:
-            record(attention_ranks.run_workload(name, arguments, device))
+            attention_ranks.run_workload(name, arguments, device, record)
         else:
             run_workload(name, arguments.methods, arguments.data, device, record)
         clock.release(device)

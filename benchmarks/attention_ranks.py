@@ -16,6 +16,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -162,8 +163,30 @@ def measure(problem: Problem, placement: Placement, exchange: str, options: argp
     return record | {"efficiency": round(rate / alone, 4) if right(record) else None}
 
 
-def run_workload(name: str, arguments: argparse.Namespace, device: torch.device, dtype=torch.bfloat16) -> list[dict]:
-    """All layouts and exchanges of one workload. Every rank must call it; returns the same records on all."""
+def run_workload(
+    name: str,
+    arguments: argparse.Namespace,
+    device: torch.device,
+    finished: Callable[[list[dict]], None] = lambda records: None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[dict]:
+    """All layouts and exchanges of one workload. Every rank must call it; returns the same records on all.
+
+    Args:
+        finished: gets the records, also those that were done when something stopped the run.
+    """
+    records: list[dict] = []
+    try:
+        measure_workload(name, arguments, device, dtype, records)
+    finally:
+        finished(records)
+    return records
+
+
+def measure_workload(
+    name: str, arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, records: list[dict]
+) -> None:
+    """Add a record for each layout and exchange that runs. Every rank must call it."""
     workload, world = WORKLOADS[name], dist.get_world_size()
     began = time.perf_counter()
     forest = workload_forest(workload.tree, world, arguments.data)
@@ -173,7 +196,7 @@ def run_workload(name: str, arguments: argparse.Namespace, device: torch.device,
     flops = 14 * alone * workload.query_heads * workload.size / 1e9
     say(f"{name}: {forest.tokens:,} tokens on {world} GPUs, {workload}, transport {transport}")
     say(f"  one GPU, {share.tokens:,} tokens: {flops:.0f} TFLOP/s, {time.perf_counter() - began:.1f} s")
-    records, problem = [], None
+    problem = None
     for layout in arguments.layouts:
         placement = place(layout, forest, world, workload)
         if problem is None or problem.forest is not placement.forest:
@@ -195,7 +218,6 @@ def run_workload(name: str, arguments: argparse.Namespace, device: torch.device,
             shown = "  ".join(f"{key} {records[-1][key]}" for key in COLUMNS[2:])
             say(f"  {layout:<10}  {exchange:<8}  {shown}")
             clock.release(device)
-    return records
 
 
 def say(text: str) -> None:

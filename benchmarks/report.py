@@ -43,6 +43,7 @@ GONE = {
     "gdn-sweep": tuple(f"dqkwg, 64 columns, 8 warps, 2 stages, tiles, {n} chunks a program" for n in (4, 8, 16)),
 }
 RIVALS = ("contiguous", "zigzag", "snake", "chord")
+OUR_ATTENTION = ("auto", "triton", "cudnn", "cudnn_fa4", "fa4")
 
 HEAD = """# Benchmarks
 
@@ -71,8 +72,9 @@ budget, were no ancestor replayed. Median of repeats on one core.
 
 ATTENTION = """Forward and backward of one layer's attention in bf16, medians in ms. TFLOP/s count visible pairs only,
 of one GPU. vs flat: how many times faster than the fastest method that computes every rollout on its own; the pair
-ratio is what sharing saves in pairs. vs rival: time over that of the fastest method that is not ours. Both compare
-with the methods of the row's own run, and neither is shown where outputs differ from the float32 reference. Error:
+ratio is what sharing saves in pairs. vs rival: time over that of the fastest method that is not ours, which is named.
+Both compare with the methods of the row's own run, and neither is shown where outputs differ from the float32
+reference. A method that was measured again without the flat ones keeps its row beside them (`beside flat`). Error:
 largest relative one of out, dq, dk, dv, and of any segment's rows of out and dv. Predicted: by the planner's cost
 model. `cudnn_fa4`: forward by cuDNN, backward by FlashAttention-4 on rectangles.
 """
@@ -200,7 +202,7 @@ def attention(records: list[dict]) -> str:
     alone = [r for r in records if r["gpus"] == 1]
     text = ""
     for workload in dict.fromkeys(r["workload"] for r in alone):
-        mine = [r for r in alone if r["workload"] == workload]
+        mine = _named_runs([r for r in alone if r["workload"] == workload])
         text += f"\n### {workload}: {mine[0]['tokens']:,} tokens, pair ratio {mine[0]['pair_ratio']:.2f}\n\n"
         text += _attention_table(mine, ("method",), ("vs_flat", "vs_best", "max_err", "peak_gib", "predicted_ms"))
     several = [r for r in records if r["gpus"] > 1]
@@ -210,6 +212,27 @@ def attention(records: list[dict]) -> str:
         figures = ("exposed_ms", "moved_mib", "efficiency", "max_err", "peak_gib", "predicted_ms")
         text += _attention_table(several, about, figures)
     return text.lstrip("\n")
+
+
+def _named_runs(records: list[dict]) -> list[dict]:
+    """Rows of one workload, each with its run's fastest rival; of rows without flat methods only the newer ones."""
+    rivals = {
+        (r["commit"], r["command"]): r["method"]
+        for r in records
+        if r["vs_best"] == 1 and r["method"] not in OUR_ATTENTION
+    }
+    beside = {r["method"]: r for r in records if r["vs_flat"] is not None}
+    shown = []
+    for r in records:
+        flat = beside.get(r["method"], r)
+        if r["vs_flat"] is None and r["line"] < flat["line"]:
+            continue
+        newer = any(r["method"] == again["method"] and r["line"] < again["line"] for again in records)
+        rival = rivals.get((r["commit"], r["command"]))
+        other = rival not in (None, r["method"]) and r["vs_best"] is not None
+        named = f"{r['vs_best']} ({rival})" if other else r["vs_best"]
+        shown.append(r | {"method": r["method"] + (", beside flat" if newer else ""), "vs_best": named})
+    return shown
 
 
 ATTENTION_HEADS = {
@@ -345,10 +368,12 @@ def stamps(records: list[dict]) -> str:
 
 def page(records: list[dict]) -> str:
     last: dict[tuple, dict] = {}
-    for r in records:
-        case = tuple(r.get(key) for key in CASE)
+    for line, r in enumerate(records):
+        # One GPU's attention is compared with what ran beside it.
+        compared = r["bench"] == "attention" and r["gpus"] == 1 and r["vs_flat"] is not None
+        case = (*(r.get(key) for key in CASE), compared)
         before = last.get(case, {})
-        last[case] = {key: before[key] for key in KEPT if key in before} | r
+        last[case] = {key: before[key] for key in KEPT if key in before} | r | {"line": line}
     benches: dict[str, list[dict]] = {bench: [] for bench in SECTIONS}
     for r in last.values():
         benches.setdefault(r["bench"], []).append(r)

@@ -40,7 +40,7 @@ def rank_records(layouts: list[str], dropped: bool = False) -> list[dict]:
         mock.patch.multiple(attention_ranks, REPEATS=2, WARM_UPS=1),
         mock.patch.object(gather, "add_home", drop if dropped else gather.add_home),
     ):
-        records = attention_ranks.run_workload("toy", arguments, CPU, torch.float32)
+        records = attention_ranks.run_workload("toy", arguments, CPU, dtype=torch.float32)
     workload_forest.cache_clear()
     dist.barrier()
     return records
@@ -72,9 +72,10 @@ def test_wrong_outputs_get_no_efficiency():
         assert fine["efficiency"] > 0 and fine["moved_mib"] > 0
 
 
-def rank_command(results: str) -> None:
+def rank_command(results: str, exchanges: str = "gather") -> None:
     """The command as torchrun starts it, on a CPU."""
-    argv = f"attention.py --workloads toy --layouts spread --exchanges gather --results {results} --record --commit abc"
+    argv = f"attention.py --workloads toy --layouts spread --exchanges {exchanges} --results {results}"
+    argv += " --record --commit abc"
     argv = [str(ROOT / "benchmarks" / "attention.py"), *argv.split()[1:]]
     workload_forest.cache_clear()
     with (
@@ -98,6 +99,26 @@ def test_the_first_rank_records(tmp_path):
     assert about == ["spread", "gather", 2, "a card", "abc"]
     assert row["command"].startswith("torchrun --nproc-per-node 2 -m benchmarks.attention --workloads toy --layouts")
     assert row["max_err"] < 1e-2 and row["efficiency"] > 0 and "torch" in row["versions"]
+
+
+def stopped_command(results: str) -> None:
+    """A time limit ends the run while the second exchange is measured."""
+    whole = attention_ranks.measure
+
+    def measure(problem, placement, exchange, *others):
+        if exchange == "ring":
+            raise SystemExit(143)
+        return whole(problem, placement, exchange, *others)
+
+    with mock.patch.object(attention_ranks, "measure", measure), pytest.raises(SystemExit):
+        rank_command(results, "gather ring")
+    dist.barrier()
+
+
+def test_what_is_finished_is_recorded_when_a_run_is_stopped(tmp_path):
+    run_ranks(2, stopped_command, str(tmp_path / "rows.jsonl"))
+    (row,) = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (row["exchange"], row["commit"]) == ("gather", "abc") and row["efficiency"] > 0
 
 
 def test_trunks_are_spread_over_all_ranks():

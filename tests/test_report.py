@@ -76,6 +76,34 @@ def test_attention_has_a_table_a_workload_and_one_of_several_gpus():
     assert row in text and text.count("### Several GPUs") == 1 and "| ring | peer | auto |" in text
 
 
+def test_attention_measured_again_without_flat_methods_keeps_its_row_beside_them():
+    figures = {"bench": "attention", "gpus": 1, "workload": "toy", "tokens": 9, "pair_ratio": 2.0, "max_err": 0.002}
+    figures |= {
+        "fwd_ms": 1.0,
+        "bwd_ms": 2.0,
+        "tflops_fwd": 5.0,
+        "tflops_bwd": 5.0,
+        "peak_gib": 1.0,
+        "predicted_ms": 3.0,
+    }
+
+    def run(commit, **rows):
+        made = [{"method": name, "vs_flat": flat, "vs_best": rival} for name, (flat, rival) in rows.items()]
+        return [figures | row | STAMPED | {"commit": commit} for row in made]
+
+    old = run("a", auto=(None, 0.9), flex=(None, 1.0))
+    whole = run("b", auto=(4.0, 0.95), flex=(2.0, 1.9), cudnn_raw=(3.8, 1.0), flat_fa4=(1.0, 3.8))
+    text = page(old + whole + run("c", auto=(None, 0.5), flex=(None, 1.0)))
+    shown = [line.split(" | ") for line in text.splitlines() if line.startswith(("| auto", "| flex", "| cudnn_raw"))]
+    assert {(row[0][2:], row[5], row[6]) for row in shown} == {
+        ("auto, beside flat", "4", "0.95 (cudnn_raw)"),
+        ("flex, beside flat", "2", "1.9 (cudnn_raw)"),
+        ("cudnn_raw", "3.8", "1"),
+        ("auto", "–", "0.5 (flex)"),
+        ("flex", "–", "1"),
+    }
+
+
 def test_gdn_times_name_what_counts_and_what_does_not():
     right = {"bench": "gdn", "workload": "toy", "method": "tree", "tokens": 5000, "partial": 1.0512, "fwd_ms": 1.0}
     right |= {"bwd_ms": 3.0, "vs_many": 1.05, "vs_flat": 6.5, "max_err": 0.004, "segment_err": 0.01, "peak_gib": 2.0}
