@@ -18,18 +18,19 @@ class Costs:
     "anchors" are the recorded measurements of one or two H200s in bf16; "predicted" means that nobody measured it yet.
     """
 
-    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: fitted (`benchmarks.constants`) on
-    # the newest H200 times of `auto` in benchmarks/results.jsonl (measured 2026-11-30; seven trees of D 128, two of
-    # D 256): forward and backward together within 9 %, also of two trees that are not in the fit, each alone within
-    # 13 %. D 64: dense rates (anchors). Others by FLOPs.
-    tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 12_470), (256, 22_050))
-    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 35_680), (256, 89_610))
-    # One query head x 1,000 query tiles, whatever they see; the second coefficient of the same fit.
-    query_tile_forward: int = 6_870
-    query_tile_backward: int = 65_650
+    # One query head x 1,000 touched 128 x 128 tiles, by head size. D 128 and 256: the smallest largest error on the
+    # newest H200 times of `auto` in benchmarks/results.jsonl (measured 2026-11-30; nine trees of D 128, two of D 256):
+    # forward and backward together within 9 %, each alone within 13 %. The rows are of machines of which one was 5 %
+    # slower. D 64: dense rates (anchors). Others by FLOPs.
+    tile_forward: tuple[tuple[int, int], ...] = ((64, 8_470), (128, 12_500), (256, 22_050))
+    tile_backward: tuple[tuple[int, int], ...] = ((64, 20_480), (128, 36_850), (256, 89_610))
+    # One query head x 1,000 query tiles, whatever they see; of the same fit.
+    query_tile_forward: int = 6_000
+    query_tile_backward: int = 27_000
     # Where results of several calls are merged `triton` computes them, in percent of what `auto` takes otherwise, by
-    # head size: 279.0 + 811.0 ms for 214.3 + 583.6 (chain_128k, one H200, means of rows of 8bfacce and dc98719), and at
-    # D 256 1.57 to 1.62 x forward (rows of 003e032), nothing backward, which is `triton`'s anyway.
+    # head size: 279.0 + 811.0 ms for 214.3 + 583.6 (chain_128k, one H200, means of rows of 8bfacce and dc98719; with the
+    # kernels of a1eb333 35.5 + 103.8 for 26.5 + 76.3 on dualkv_16k28), and at D 256 1.57 to 1.62 x forward (rows of
+    # 003e032), nothing backward, which is `triton`'s anyway.
     partial_forward_percent: tuple[tuple[int, int], ...] = ((128, 130), (256, 160))
     partial_backward_percent: tuple[tuple[int, int], ...] = ((128, 139), (256, 100))
     # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: between the H200 times of one chain (141 and
