@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import sys
 from array import array
+from collections.abc import Mapping
 
 import numpy as np
 
+NEEDED = ("input_ids", "loss_mask", "group", "rollout")
 LOGPROB_ROUNDING = 1e-6  # a log-prob this far above 0 is the rounding of a sampler, not an error
 MAX_EXPERTS = 2**15  # expert ids are kept in two bytes
 
@@ -32,6 +34,31 @@ def shown(value) -> str:
     """A value as an error message quotes it."""
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
+
+
+def check_names(record: Mapping, known: tuple[str, ...], where: str) -> None:
+    """Refuse an object without a needed field, or with another spelling of an optional one in its place.
+
+    Advantages or log-probs that are passed over for their name would train something else without a word.
+    """
+    for field in NEEDED:
+        if field not in record:
+            names = [repr(name) for name in record]
+            has = ", ".join(names[:8] + ["..."] * (len(names) > 8)) or "no fields"
+            remedy = "; nothing is tokenized here" if field == "input_ids" else ""
+            raise RolloutError(
+                where, field, f"expected this field, but it is missing; the object has {has}{remedy} (docs/rollouts.md)"
+            )
+    meant = {_spelling(name): name for name in known}
+    for name in record:
+        field = meant.get(_spelling(name))
+        if name not in known and field is not None and record.get(field) is None and record[name] is not None:
+            raise RolloutError(where, name, f"expected the name {field}: rename it, since other fields are ignored")
+
+
+def _spelling(name: object) -> str:
+    """Equal for names that differ in case, in underscores, or in a plural's s."""
+    return str(name).lower().replace("_", "").removesuffix("s")
 
 
 def text_label(value, field: str) -> str:
@@ -70,6 +97,8 @@ def _vector(value, what: str, field: str, where: str):
     if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1):
         return value
     came = f"an array of shape {value.shape}" if isinstance(value, np.ndarray) else shown(value)
+    if not isinstance(value, np.ndarray) and hasattr(value, "tolist") and getattr(value, "ndim", 0):
+        came = f"a {type(value).__name__}: pass its .tolist()"
     raise RolloutError(where, field, f"expected a list of {what}, got {came}")
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from cp_engine.rollout_fields import (
     RolloutError,
     check_length,
+    check_names,
     check_range,
     finite_number,
     integer_row,
@@ -68,7 +69,7 @@ class Rollout:
         checked["loss_mask"] = mask_row(self.loss_mask, length, where)
         checked["reward"] = None if self.reward is None else finite_number(self.reward, "reward", where)
         if self.advantage is not None:
-            per_token = isinstance(self.advantage, (list, tuple, np.ndarray)) and np.ndim(self.advantage) > 0
+            per_token = isinstance(self.advantage, (list, tuple)) or getattr(self.advantage, "ndim", 0) > 0
             checked["advantage"] = (
                 number_row(self.advantage, length, False, "advantage", where)
                 if per_token
@@ -93,19 +94,17 @@ class Rollout:
 
     @classmethod
     def from_dict(cls, record: Mapping, where: str) -> Rollout:
-        """Rollout of one JSON object; fields that `docs/rollouts.md` does not name are ignored.
+        """Rollout of one JSON object; fields that `docs/rollouts.md` does not name are ignored, if no field is meant.
 
         Args:
             where: what the errors start with, such as ``data.jsonl, line 3``.
 
         Raises:
-            RolloutError: for a missing field or a broken rule.
+            RolloutError: for a missing or misspelled field, or a broken rule.
         """
         if not isinstance(record, Mapping):
             raise RolloutError(where, None, f"expected a JSON object, got {shown(record)}")
-        for field in ("input_ids", "loss_mask", "group", "rollout"):
-            if field not in record:
-                raise RolloutError(where, field, "expected this field, but it is missing")
+        check_names(record, _FIELDS, where)
         try:
             return cls(**{name: record[name] for name in _FIELDS if name in record})
         except RolloutError as error:

@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 import cp_engine
 from cp_engine.rollouts import Rollout, RolloutError, check_rollouts, flatten_rollouts, read_rollouts
@@ -160,6 +161,26 @@ def test_a_missing_field_is_named(tmp_path, field):
         read_rollouts(path)
 
 
+def test_a_missing_field_names_what_is_there_and_the_way_on(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [], "group": "g", "reward": 1})
+    text = "; the object has 'messages', 'group', 'reward'; nothing is tokenized here (docs/rollouts.md)"
+    with pytest.raises(RolloutError, match=re.escape(text)):
+        read_rollouts(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("advantages", "advantage"), ("old_log_probs", "old_logprobs"), ("refLogprob", "ref_logprobs")],
+)
+def test_another_spelling_of_a_field_is_refused_where_the_field_is_absent(tmp_path, name, field):
+    value = [None, -0.5, -1]
+    path = write(tmp_path / "a.jsonl", {**GOOD, name: value})
+    with pytest.raises(RolloutError, match=re.escape(f"line 1: field {name}: expected the name {field}: rename it")):
+        read_rollouts(path)
+    beside = {**GOOD, "rewards": {"style": 1}, "reward": 0.5, name: None, "value": 3}
+    assert read_rollouts(write(tmp_path / "b.jsonl", beside))[0].reward == 0.5
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -249,6 +270,12 @@ def test_a_rollout_in_memory_takes_lists_and_arrays_by_the_same_rules():
 def test_a_broken_rollout_in_memory_names_itself_and_the_field(field, value, problem):
     with pytest.raises(RolloutError, match=re.escape(f"rollout 'r' of group 'g': field {field}: {problem}")):
         Rollout(**{**GOOD, field: value})
+
+
+@pytest.mark.parametrize("field", ["input_ids", "loss_mask", "advantage", "old_logprobs"])
+def test_a_tensor_is_refused_with_the_way_on(field):
+    with pytest.raises(RolloutError, match=f"field {field}: expected a list of .*, got a Tensor: pass its .tolist()"):
+        Rollout(**{**GOOD, field: torch.zeros(3)})
 
 
 def test_limits_of_a_batch_in_memory():

@@ -37,12 +37,30 @@ def test_more_groups_than_there_are_is_refused():
         steps(2, 3, 1)
 
 
+def test_a_run_whose_advantages_are_all_0_is_refused():
+    def check(rewards: str, groups: str, advantage: float | None = None, **loss) -> None:
+        given = [(g, {"reward": float(r), "advantage": advantage}) for g, r in zip(groups, rewards, strict=True)]
+        rollouts = [rollout(str(number), group=g, **fields) for number, (g, fields) in enumerate(given)]
+        raw = {"model": {"path": "x"}, "data": {"rollouts": "f.jsonl"}, "loss": loss}
+        check_steps(rollouts, parse_config(raw))
+
+    for rewards, groups in (("0101", "abcd"), ("0011", "aabb")):  # a group each; rewards that are equal in each group
+        with pytest.raises(ValueError, match=f"every advantage of f.jsonl is 0, .* none of the {len(set(groups))} gro"):
+            check(rewards, groups, name="dr_grpo")
+    check("0010", "aabb")
+    check("0101", "abcd", advantage=-0.5)
+    check("0101", "abcd", name="sft")
+    check("0101", "abcd", entropy_coef=0.01)
+    with pytest.raises(ValueError, match="every advantage"):
+        check("0101", "abcd", advantage=0.0)
+
+
 def test_what_a_later_step_could_not_use_is_refused_before_the_first():
     def check(rollouts: list[Rollout], per_step: int, **loss) -> None:
         data = {"rollouts": "f.jsonl", "groups_per_step": per_step}
         check_steps(rollouts, parse_config({"model": {"path": "x"}, "data": data, "loss": loss, "steps": 9}))
 
-    good = [rollout(name, group=name, reward=1.0) for name in "ab"]
+    good = [rollout(name, group=name, advantage=1.0) for name in "ab"]
     masked = rollout("c", group="c", reward=1.0, loss_mask=[1, 0, 0])
     check([*good, masked], 2)
     with pytest.raises(

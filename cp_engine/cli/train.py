@@ -72,11 +72,13 @@ def check_steps(rollouts: list[Rollout], config: Config) -> None:
     """Refuse, before the first step, rollouts that a later one could not use.
 
     Raises:
-        ValueError: as `check_usable` and `steps_of_groups`, and for a step without a trained token.
+        ValueError: as `check_usable` and `steps_of_groups`, for a step without a trained token, and where no step
+            would train anything, since every advantage is 0.
     """
     from cp_engine.step import check_usable
 
     check_usable(rollouts, config.loss)
+    _check_advantages(rollouts, config)
     trained = {rollout.group for rollout in rollouts if rollout.loss_mask[1:].any()}
     for number, step in enumerate(steps_of_groups(rollouts, config), 1):
         if not any(rollout.group in trained for rollout in step):
@@ -85,6 +87,24 @@ def check_steps(rollouts: list[Rollout], config: Config) -> None:
                 f"step {number} would have no trained token (loss_mask 1 beyond a rollout's first token) in its groups "
                 f"{groups}: leave such groups out of {config.data.rollouts}, or raise data.groups_per_step"
             )
+
+
+def _check_advantages(rollouts: list[Rollout], config: Config) -> None:
+    loss = config.loss
+    if loss.name in ("sft", "dpo") or loss.kl_coef or loss.entropy_coef or loss.router_aux_coef:
+        return
+    rewards: dict[str, set[float]] = {}
+    for rollout in rollouts:
+        if rollout.advantage is None:
+            rewards.setdefault(rollout.group, set()).add(rollout.reward)
+        elif np.any(rollout.advantage):
+            return
+    if all(len(values) == 1 for values in rewards.values()):
+        raise ValueError(
+            f"every advantage of {config.data.rollouts} is 0, so {loss.name} would train nothing: rewards are compared "
+            f"inside a group, and in none of the {len(rewards)} groups do they differ. Give the rollouts of one prompt "
+            "the same group, or every rollout an advantage"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
