@@ -230,7 +230,7 @@ def _named_runs(records: list[dict]) -> list[dict]:
         newer = any(r["method"] == again["method"] and r["line"] < again["line"] for again in records)
         rival = rivals.get((r["commit"], r["command"]))
         other = rival not in (None, r["method"]) and r["vs_best"] is not None
-        named = f"{r['vs_best']} ({rival})" if other else r["vs_best"]
+        named = f"{cell(r['vs_best'])} ({rival})" if other else r["vs_best"]
         shown.append(r | {"method": r["method"] + (", beside flat" if newer else ""), "vs_best": named})
     return shown
 
@@ -335,7 +335,7 @@ def heads(records: list[dict]) -> str:
 
 
 def every_column(records: list[dict]) -> str:
-    columns = [k for k in dict.fromkeys(k for r in records for k in r) if k != "bench" and k not in STAMP]
+    columns = [k for k in dict.fromkeys(k for r in records for k in r) if k not in ("bench", "line", *STAMP)]
     columns = [k for k in columns if any(r.get(k) is not None for r in records)]
     return table(columns, [[cell(r.get(k)) for k in columns] for r in records])
 

@@ -193,16 +193,16 @@ def _attention(device, dtype: str, size: int) -> list[dict[str, Any]]:
     rows = Rows(device, getattr(torch, dtype), (0, 1, size))
     why = {name: auto.MODULES[name].why_not(rows) for name in ("cudnn", "triton")}
     found = []
-    steps = {"forward": ("all",), "backward": tuple(_PACKS), "partial forward": ("all",), "partial backward": ("all",)}
-    for step, packs in steps.items():
-        chosen = {pack: auto.choose(step, rows, _intervals(pack)) for pack in packs}
+    packs = {pack: _intervals(pack) for pack in _PACKS}
+    for step in ("forward", "backward", "partial forward", "partial backward"):
+        chosen = {pack: auto.choose(step, rows, intervals) for pack, intervals in packs.items()}
         if len(set(chosen.values())) == 1:
             chosen = {"all": next(iter(chosen.values()))}
         found += [_entry(f"attention {step}", dtype, size, pack, name, why, device) for pack, name in chosen.items()]
     return found
 
 
-# Examples of packs between which the choice of the backward differs: (tokens of the trunk, leaves, tokens of a leaf).
+# Examples of packs between which choices differ: (tokens of the trunk, leaves, tokens of a leaf).
 _PACKS = {"short segments": (100, 16, 50), "long trunk": (16_384, 4, 2_048)}
 
 
@@ -214,7 +214,7 @@ def _intervals(pack: str):
     from cp_engine.sharding.forest import build_forest
     from cp_engine.sharding.layout import contiguous_layout
 
-    trunk, leaves, tokens = _PACKS.get(pack, _PACKS["short segments"])
+    trunk, leaves, tokens = _PACKS[pack]
     rows = [np.concatenate([np.zeros(trunk), np.full(tokens, 1 + leaf)]).astype(np.int64) for leaf in range(leaves)]
     forest = build_forest(np.concatenate(rows), np.arange(leaves + 1) * (trunk + tokens))
     plan = attention_plan(forest, contiguous_layout(forest, 1), 0, "gather")

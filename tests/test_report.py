@@ -18,7 +18,7 @@ STAMPED = {
 def test_a_bench_without_a_writer_gets_all_its_columns():
     one = {"bench": "newest", "workload": "game24", "method": "ours", "fwd_ms": 1.23456, "gpus": 2, "none": None}
     text = page([one | STAMPED, one | {"fwd_ms": 2.0} | STAMPED, one | {"method": "other"} | STAMPED])
-    assert "## Newest" in text and "| workload | method | fwd_ms | gpus |" in text
+    assert "## Newest" in text and "\n| workload | method | fwd_ms | gpus |\n" in text
     assert "| game24 | ours | 2 | 2 |" in text and "| game24 | other | 1.235 | 2 |" in text  # repeated: the last counts
     assert text.count("commit abc, a card, python 3: `python -m x`") == 1
 
@@ -92,13 +92,14 @@ def test_attention_measured_again_without_flat_methods_keeps_its_row_beside_them
         return [figures | row | STAMPED | {"commit": commit} for row in made]
 
     old = run("a", auto=(None, 0.9), flex=(None, 1.0))
-    whole = run("b", auto=(4.0, 0.95), flex=(2.0, 1.9), cudnn_raw=(3.8, 1.0), flat_fa4=(1.0, 3.8))
+    whole = run("b", auto=(4.0, 0.95), flex=(2.0, 1.9), cudnn_raw=(3.8, 1.0), cudnn=(0.3, 14.503), flat_fa4=(1.0, 3.8))
     text = page(old + whole + run("c", auto=(None, 0.5), flex=(None, 1.0)))
-    shown = [line.split(" | ") for line in text.splitlines() if line.startswith(("| auto", "| flex", "| cudnn_raw"))]
+    shown = [line.split(" | ") for line in text.splitlines() if line.startswith(("| auto", "| flex", "| cudnn"))]
     assert {(row[0][2:], row[5], row[6]) for row in shown} == {
         ("auto, beside flat", "4", "0.95 (cudnn_raw)"),
         ("flex, beside flat", "2", "1.9 (cudnn_raw)"),
         ("cudnn_raw", "3.8", "1"),
+        ("cudnn", "0.3", "14.5 (cudnn_raw)"),
         ("auto", "–", "0.5 (flex)"),
         ("flex", "–", "1"),
     }

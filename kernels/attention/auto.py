@@ -71,7 +71,8 @@ def choose(step: str, q: torch.Tensor, intervals: Intervals) -> str:
     if why["triton"] is None:
         # Five products: 59.5 ms where `fa4` takes 79.2 and `cudnn` 93.5 (one trunk of 16,384 with 16 leaves of 2,048).
         # Its blocks are not smaller than theirs, but nor are they larger: no tree turns the order round.
-        if step.endswith("backward") and triton.stores(q) or intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
+        five_products = step.endswith("backward") and triton.stores(q)
+        if five_products or intervals.prepared("keys a row", mean_keys) < FEW_KEYS:
             name = "triton"
     _log_once(step, name, str(q.dtype), q.shape[2], tuple(why.items()))
     return name

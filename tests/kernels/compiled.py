@@ -1,4 +1,4 @@
-"""Triton kernels compiled for Hopper on a machine without a GPU."""
+"""Triton kernels compiled for Hopper, and other cards, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -26,9 +26,17 @@ def is_tuned_compiler() -> bool:
 def compile_for_hopper(
     kernel, constants: dict, types: dict[str, str], warps: int, stages: int = 3, **options: int
 ) -> Compiled:
-    """A kernel for sm_90; skips the test where Triton, or its tool that counts registers, is missing.
+    """`compile_for` sm_90."""
+    return compile_for(90, kernel, constants, types, warps, stages, **options)
+
+
+def compile_for(
+    capability: int, kernel, constants: dict, types: dict[str, str], warps: int, stages: int, **options: int
+) -> Compiled:
+    """A kernel in machine code; skips the test where Triton, or its tool that counts registers, is missing.
 
     Args:
+        capability: the card's, 90 for 9.0.
         constants: of the kernel's arguments; those that it does not have are left out.
         types: of the other arguments, in Triton's words; the rest are pointers to bfloat16.
     """
@@ -45,7 +53,7 @@ def compile_for_hopper(
             aligned[(place,)] = [["tt.divisibility", 16]]
     made = triton.compile(
         ASTSource(kernel, signature, places, aligned),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "num_stages": stages} | options,
     )
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"

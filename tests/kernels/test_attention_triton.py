@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cp_engine.kernels.attention import Intervals, attention, auto
+from cp_engine.kernels.attention.triton import tiles
 from cp_engine.sharding.forest import build_forest
 from cp_engine.sharding.intervals import visible_intervals
 from cp_engine.sharding.layout import contiguous_layout
@@ -32,6 +33,19 @@ def test_refusals_name_the_remedy():
     with pytest.raises(ValueError, match="attention backend cudnn needs a GPU; q is on cpu"):
         half = rows.bfloat16()
         attention(half, half, half, intervals, scale=1.0, backend="cudnn")
+
+
+def test_heavy_programs_are_launched_first_and_all_others_as_their_rows_lie():
+    light = np.arange(1, 41) % 7  # some have nothing to do
+    work = np.concatenate([light, [3000, 10000, 3300, 10000], light[::-1]])
+    assert (light * tiles.HEAVY > work.sum()).sum() == 0
+    order = tiles.launch_order(work)
+    # 3,000 and 3,300 lie within half an octave.
+    assert order[:4].tolist() == [41, 43, 40, 42]
+    assert order[4:].tolist() == [*range(40), *range(44, 84)]
+    assert (
+        tiles.launch_order(np.zeros(3, np.int64)).tolist() == [0, 1, 2] and tiles.launch_order(work[:0]).tolist() == []
+    )
 
 
 def test_auto_is_the_reference_on_a_cpu():

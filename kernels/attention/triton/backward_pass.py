@@ -24,6 +24,7 @@ from cp_engine.kernels.attention.triton.primitives import (
     next_tile,
     packed_at,
     packed_heads,
+    row_source,
     row_tiles,
     sources,
 )
@@ -85,10 +86,7 @@ def _dq_kernel(
     statistic = (tl.cast(tl.program_id(1), tl.int64) * query_rows + start) * PACK + row
     tl.store(lse2 + statistic, row_lse2, mask=live)
     tl.store(delta + statistic, row_delta, mask=live)
-    if HELD > 0:
-        queries = in_registers(queries, 16)
-    if HELD > 1:
-        grads = in_registers(grads, 16)
+    queries, grads = in_registers(queries, HELD > 0), in_registers(grads, HELD > 1)
     acc = tl.zeros([ROWS, DP], tl.float32)
 
     place, left = tl.load(range_lo + index), tl.load(range_tiles + index)
@@ -228,7 +226,7 @@ def backward(
 
     sizes, tiles = row_tiles("dq", q, pack, intervals, tiles_on_device)
     (keys, values), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
-    (queries,), owned = sources([q], [sizes.rows // pack, pack, size])
+    queries, owned = row_source(q, sizes, pack)
     _dq_kernel[(tiles.tiles, query_heads // pack)](
         queries, keys, values, out, lse, dout, lse2, delta, dq, tiles.entries, tiles.range_lo, tiles.range_tiles,
         tiles.border_lo, tiles.words, query_rows, key_rows, *factors, DESCRIBED=described, TOKENS=sizes.rows // pack,

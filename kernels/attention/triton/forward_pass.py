@@ -18,6 +18,7 @@ from cp_engine.kernels.attention.triton.primitives import (
     next_tile,
     packed_at,
     packed_heads,
+    row_source,
     row_tiles,
     sources,
 )
@@ -56,8 +57,7 @@ def _forward_kernel(
     kv_head = head // (QH // KH)
     row, col, key = tl.arange(0, ROWS), tl.arange(0, DP), tl.arange(0, KEYS)
     queries = load_packed(q, start, head, row, col, query_rows, PACK, Q_ROW, D, DP, TOKENS, False, OWNED)
-    if HELD:
-        queries = in_registers(queries, 16)
+    queries = in_registers(queries, HELD > 0)
     acc = tl.zeros([ROWS, DP], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
@@ -101,7 +101,7 @@ def forward(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     strides = {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0)}
     (k, v), described = sources([x.view(key_rows, kv_heads * size) for x in (k, v)], [sizes.keys, size])
-    (queries,), owned = sources([q], [sizes.rows // pack, pack, size])
+    queries, owned = row_source(q, sizes, pack)
     if out.numel():
         _forward_kernel[(tiles.tiles, query_heads // pack)](
             queries, k, v, out, lse, tiles.entries, tiles.range_lo, tiles.range_tiles, tiles.border_lo, tiles.words,

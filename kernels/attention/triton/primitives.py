@@ -61,8 +61,9 @@ def kernel_sizes(kernel: str, size: int, dtype: torch.dtype, device: torch.devic
         return chosen
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     owned, walked = (chosen.keys, chosen.rows) if kernel in ("dkdv", "dk", "dv") else (chosen.rows, chosen.keys)
-    # Both axes have two tensors: q and dout, k and v. Forward owns q alone, and dv's products need no owned v.
-    owned *= (1 if kernel in ("forward", "dv") else 2) - chosen.held
+    # Both axes have two tensors: q and dout, k and v. Forward owns q alone, and dv's products need no owned v. Held
+    # tiles count: on cards other than Hopper ones they or what takes their place are in shared memory all the same.
+    owned *= 1 if kernel in ("forward", "dv") else 2
     row = padded(size) * dtype.itemsize
     while row * (owned + 2 * chosen.stages * walked) > room and chosen.stages > 1:
         chosen = replace(chosen, stages=chosen.stages - 1)
@@ -124,14 +125,28 @@ def sources(tensors: list[torch.Tensor], tile: list[int]) -> tuple[list, bool]:
     return [TensorDescriptor.from_tensor(part, tile) for part in tensors], True
 
 
-@triton.jit
-def in_registers(tile, STEP: tl.constexpr):
-    """``tile`` as a product's result: in registers, laid out as a left operand of later products. Adds exact zeros.
+def row_source(q: torch.Tensor, sizes: Sizes, pack: int) -> tuple[torch.Tensor, bool]:
+    """What a kernel that owns query rows loads them from, as `sources`: a descriptor only where they are held.
 
-    Matrix units then read the right operand alone from shared memory, which walked tiles have to themselves.
+    The compiler keeps tiles of three axes in registers all the same: dq at head size 64 then spills 224 bytes, not 72.
     """
-    nothing = tl.zeros([tile.shape[0], STEP], tile.dtype)
-    return tl.dot(nothing, tl.zeros([STEP, tile.shape[1]], tile.dtype), tile.to(tl.float32)).to(tile.dtype)
+    if not sizes.held:
+        return q, False
+    (source,), described = sources([q], [sizes.rows // pack, pack, q.shape[2]])
+    return source, described
+
+
+@triton.jit
+def in_registers(tile, WANTED: tl.constexpr):
+    """``tile``, if WANTED as a product's result: in registers, laid out as a left operand of later products.
+
+    Matrix units then read the right operand alone from shared memory, which walked tiles have to themselves. The
+    product adds exact zeros.
+    """
+    if WANTED:
+        nothing = tl.zeros([tile.shape[0], 16], tile.dtype)
+        tile = tl.dot(nothing, tl.zeros([16, tile.shape[1]], tile.dtype), tile.to(tl.float32)).to(tile.dtype)
+    return tile
 
 
 @triton.jit

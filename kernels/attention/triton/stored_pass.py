@@ -90,10 +90,7 @@ def _scores_kernel(
     row_lse2, row_delta = row_statistics(
         out, lse, grads, start, head, row, col, query_rows, live, QH, D, DP, PACK, TOKENS, OUT_ROW
     )
-    if HELD > 0:
-        queries = in_registers(queries, 16)
-    if HELD > 1:
-        grads = in_registers(grads, 16)
+    queries, grads = in_registers(queries, HELD > 0), in_registers(grads, HELD > 1)
     acc = tl.zeros([ROWS, DP], tl.float32)
     place = tl.load(places + slot)
     first_row = (pack * slots + slot - first_slot) * ROWS
