@@ -28,9 +28,9 @@ class Costs:
     query_tile_forward: int = 6_000
     query_tile_backward: int = 27_000
     # Where results of several calls are merged `triton` computes them, in percent of what `auto` takes otherwise, by
-    # head size: 279.0 + 811.0 ms for 214.3 + 583.6 (chain_128k, one H200, means of rows of 8bfacce and dc98719; with the
-    # kernels of a1eb333 35.5 + 103.8 for 26.5 + 76.3 on dualkv_16k28), and at D 256 1.57 to 1.62 x forward (rows of
-    # 003e032), nothing backward, which is `triton`'s anyway.
+    # head size: 279.0 + 811.0 ms for 214.3 + 583.6 (chain_128k, one H200, means of rows of 8bfacce and dc98719; 35.5 +
+    # 103.8 for 26.5 + 76.3 on dualkv_16k28, rows of a1eb333), and at D 256 1.57 to 1.62 x forward (rows of 003e032),
+    # nothing backward, which is `triton`'s anyway.
     partial_forward_percent: tuple[tuple[int, int], ...] = ((128, 130), (256, 160))
     partial_backward_percent: tuple[tuple[int, int], ...] = ((128, 139), (256, 100))
     # One recurrent value head (K = V = 128) x 1,000 chunks of 64 tokens: between the H200 times of one chain (141 and
