@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,32 @@ def test_links_and_named_files_exist(page):
     quoted = re.findall(r"`((?:cp_engine|kernels|sharding|launch|tests|docs|benchmarks)/[\w./-]*)`", text)
     missing = [str(path) for path in [*links, *(ROOT / name for name in quoted)] if not path.exists()]
     assert not missing
+
+
+def python_block(page: str) -> str:
+    return re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)[1]
+
+
+def test_python_that_is_shown_runs(tmp_path):
+    loop = python_block("docs/python.md")
+    changes = {
+        "models/Qwen3-8B": "tiny-qwen3",
+        '"steps": 200': '"steps": 2',
+        "runs/mine/final": str(tmp_path / "final"),
+    }
+    for shown, used in changes.items():
+        assert shown in loop
+        loop = loop.replace(shown, used)
+    given = "play = lambda step: rollouts\nsent = {}\ngive_to_sampler = sent.__setitem__\n"
+    ending = "shutdown(0)  # ends"
+    assert ending in loop
+    loop = loop.replace(ending, "print(engine.steps_done, len(sent), metrics['clipped_high'] is not None)\n" + ending)
+    code = python_block("README.md") + given + loop
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    loss, flat, tree, steps, sent, clipped = ran.stdout.split()
+    assert (flat, tree, steps, clipped) == ("2866", "704", "2", "True") and int(sent) > 20 and float(loss) != 0
+    assert (tmp_path / "final" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=relative)
