@@ -33,7 +33,7 @@ from cp_engine.models.load import float32_parameters, prepare_for_trees, save_ad
 from cp_engine.models.lora import add_lora
 from cp_engine.models.recompute import recompute_layers
 from cp_engine.models.routers import router_shape
-from cp_engine.models.shape import attention_window, conv_width, model_shape
+from cp_engine.models.shape import attention_window, conv_width, longest_sequence, model_shape
 from cp_engine.models.tree_causal_lm import TreeCausalLM
 from cp_engine.pack import DevicePack
 from cp_engine.pack_budget import resolved_memory, resolved_packing
@@ -55,6 +55,16 @@ def _warn_of_idle_groups(packs: int, groups: int) -> None:
         "a step more of them, or set parallel.dp to a smaller number",
         packs, groups, groups - packs,
     )  # fmt: skip
+
+
+@cache
+def _warn_of_long_rollouts(longest: int) -> None:
+    _LOG.warning(
+        "there are rollouts of more than the %d tokens that the model's config allows for (max_position_embeddings, or "
+        "YaRN's factor): they are trained as the model has it. If the sampler stretched its rotary angles, put the same "
+        "rope_parameters into the model's config.json",
+        longest,
+    )
 
 
 class Engine:
@@ -98,6 +108,7 @@ class Engine:
         self.dtype = getattr(torch, config.dtype)
         hf_model = causal_lm or load(config, self.ranks)
         self.conv_width, self.window = conv_width(hf_model.config), attention_window(hf_model.config)
+        self.longest = longest_sequence(hf_model.config)
         self.shape = model_shape(hf_model.config, self.dtype.itemsize)
         self.metered = metered(hf_model.config, config, self.shape, self.ranks.device)
         self.routers = router_shape(hf_model)
@@ -255,8 +266,11 @@ class Engine:
         step = prepare_step(rollouts, self.packing, loss, self.shape, self.mesh.dp)
         if self.ranks.group is not None:
             _ = step.digest  # here, where the planning thread may be
-        if len(step.packs) < self.mesh.dp and self.ranks.is_first:
-            _warn_of_idle_groups(len(step.packs), self.mesh.dp)
+        if self.ranks.is_first:
+            if len(step.packs) < self.mesh.dp:
+                _warn_of_idle_groups(len(step.packs), self.mesh.dp)
+            if self.longest is not None and max(rollout.length for rollout in rollouts) > self.longest:
+                _warn_of_long_rollouts(self.longest)
         return step
 
     def _plan(self, step: StepData, pack: Pack) -> tuple[PlacedPack, DevicePack]:

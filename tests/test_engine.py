@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cp_engine.config import Config
 from cp_engine.distributed.ranks import Ranks
 from cp_engine.engine import Engine
+from cp_engine.models.presets import preset_model
 from cp_engine.rollouts import Rollout, read_rollouts
 from tests.ranks import run_ranks
 
@@ -77,6 +78,26 @@ def test_groups_without_a_pack_are_warned_of_once():
     assert enough == [] and others == [[], []]
     (told,) = too_few
     assert told.startswith("a step has 1 packs for 2 data-parallel groups: 1 groups compute nothing. A pack")
+
+
+def test_rollouts_that_the_model_is_not_made_for_are_warned_of_once(caplog):
+    rollouts = read_rollouts(SAMPLE, limit=4)
+    longest = max(rollout.length for rollout in rollouts)
+
+    def warned(allowed: int, rope: dict) -> list[str]:
+        model = preset_model("tiny-qwen3", torch.float64, 512, seed=0)
+        model.config.max_position_embeddings, model.config.rope_parameters = allowed, rope
+        engine = Engine(config(1, model={"path": "tiny-qwen3"}), this_rank(), causal_lm=model)
+        caplog.clear()
+        for _ in range(2):
+            engine.logprobs(rollouts)
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    yarn = plain | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": longest // 2}
+    assert warned(longest, plain) == warned(longest - 1, yarn) == []
+    (told,) = warned(longest - 1, plain)
+    assert f"more than the {longest - 1} tokens that the model's config allows for" in told
 
 
 def test_the_group_has_to_fit_the_configuration():

@@ -20,6 +20,16 @@ def attention_window(config) -> int | None:
     return config.sliding_window if has_windows else None
 
 
+def longest_sequence(config) -> int | None:
+    """Tokens of the longest sequence that the config is made for, stretched by YaRN if it says so; None if unknown."""
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if longest is not None and rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * rope["factor"]))
+    return longest
+
+
 def model_shape(config, element_bytes: int) -> ModelShape:
     """Sizes of a supported text config, for the planner's cost model.
 
