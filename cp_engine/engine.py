@@ -61,8 +61,8 @@ def _warn_of_idle_groups(packs: int, groups: int) -> None:
 def _warn_of_long_rollouts(longest: int) -> None:
     _LOG.warning(
         "there are rollouts of more than the %d tokens that the model's config allows for (max_position_embeddings, or "
-        "YaRN's factor): they are trained as the model has it. If the sampler stretched its rotary angles, put the same "
-        "rope_parameters into the model's config.json",
+        "YaRN's factor), and they are trained with its rotary angles. If the sampler stretched them, give the model's "
+        "config.json the same rope_parameters",
         longest,
     )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cp_engine.cli import logprobs
-from cp_engine.cli.main import guarded
+from cp_engine.cli.main import guarded, main
 from cp_engine.models.load import load_model, save_model
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +74,12 @@ def test_train_on_two_local_ranks_writes_metrics_and_a_model(tmp_path):
     done = command(*run, "--cp", 1, "steps=1")
     assert done.returncode == 2 and "exists and is not a model folder" in done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_setting_given_as_an_option_is_told_its_form(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "run.yaml", "--lr", "3e-4"])
+    assert "--lr 3e-4; settings have the form key.sub=value, such as optimizer.lr=3e-4" in capsys.readouterr().err
 
 
 def test_torchrun_decides_how_many_ranks_there_are_but_does_not_contradict():

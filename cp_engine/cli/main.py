@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     if rest and args.command == "train" and all("=" in r and not r.startswith("-") for r in rest):
         args.overrides += rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        form = "; settings have the form key.sub=value, such as optimizer.lr=3e-4" if args.command == "train" else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{form}")
     command = importlib.import_module(f"cp_engine.cli.{args.command}")
     if args.command in _ALONE:
         sys.exit(guarded(command.run, args))

@@ -52,7 +52,7 @@ def _check_layers(config) -> None:
     # Without layer_types (Qwen3-MoE) one window holds for all layers; with them a config may carry one that none uses.
     window = getattr(config, "sliding_window", None)
     if not types and window and getattr(config, "use_sliding_window", True):
-        reason = f"sliding windows are computed for {', '.join(WINDOWED)}, in the layers that layer_types names"
+        reason = f"sliding windows are computed for {', '.join(WINDOWED)}, where layer_types names their layers"
         raise _refusal("sliding_window", window, reason)
     for index, kind in enumerate(types):
         if kind == "sliding_attention" and not (window and config.model_type in WINDOWED):

@@ -79,7 +79,7 @@ def test_sliding_window_that_no_layer_uses_is_no_obstacle():
     [
         ("gpt_oss", "model_type is 'gpt_oss': .*attention sinks"),
         ("gemma2", "attn_logit_softcapping is 50.0"),
-        ("mistral", "sliding_window is 4096: .*where layer_types names"),
+        ("mistral", "sliding_window is 4096: .*computed for qwen3, where layer_types names"),
         ("olmo", "model_type is 'olmo'"),
     ],
 )
