@@ -275,7 +275,7 @@ class Engine:
 
     def _plan(self, step: StepData, pack: Pack) -> tuple[PlacedPack, DevicePack]:
         """Where a pack's tokens lie, and this rank's tables on the host."""
-        placed = place_pack(pack, self.config.parallel, self.shape)
+        placed = place_pack(pack, self.config.parallel, self.shape, self.mesh.hosts)
         context, parallel = self.mesh.context, self.config.parallel
         plan = plan_rank(placed, context.rank, parallel.gdn_exchange, self.conv_width, self.window)
         heads = Heads(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim, self.dtype)

@@ -9,21 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cp_engine.sharding.cost import H200, Costs
+from cp_engine.sharding.hosts import Hosts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Equal GPUs on equal hosts; rank r stands on host ``r // gpus_per_node``. Integer nanoseconds."""
+    """Equal GPUs on equal hosts. Integer nanoseconds."""
 
     name: str
     costs: Costs
     memory_bytes: int
     measured: bool  # whether the costs of one GPU and of the links inside a host were measured on it
-    gpus_per_node: int = 8
-    # One MiB over a 400 Gb/s adapter a GPU at 90 % of its rate; one exchange between hosts; each peer more in it.
-    between_mib: int = 23_300
-    between_latency: int = 25_000
-    peer_latency: int = 1_000
+    links: Hosts = Hosts(ranks=8)  # GPUs of a host, and what lies between hosts
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.links.ranks
 
     def hosts(self, world: int) -> int:
         return -(-world // self.gpus_per_node)
@@ -32,13 +33,13 @@ class Machine:
         """The same with exchanges that start at once, but take their time for every byte."""
         latencies = ("pull", "all_to_all", "send", "state", "round", "history")
         costs = replace(self.costs, **{f"{name}_latency": 0 for name in latencies})
-        return replace(self, costs=costs, between_latency=0, peer_latency=0)
+        return replace(self, costs=costs, links=replace(self.links, latency=0, peer_latency=0))
 
     def with_free_links(self) -> Machine:
         """The same with exchanges that take no time at all."""
         instant = self.with_instant_links()
         costs = replace(instant.costs, pull_mib=0, all_to_all_mib=0, send_mib=0, state_mib=0, round_mib=0)
-        return replace(instant, costs=costs, between_mib=0)
+        return replace(instant, costs=costs, links=replace(instant.links, mib=0))
 
 
 def _scaled(products: tuple[int, int], memory: tuple[int, int], link: tuple[int, int]) -> Costs:
@@ -119,7 +120,7 @@ def machine(device: str, cp: int, nodes: int | None, gpus_per_node: int | None) 
     """
     chosen = MACHINES[device]
     if gpus_per_node is not None:
-        chosen = replace(chosen, gpus_per_node=gpus_per_node)
+        chosen = replace(chosen, links=replace(chosen.links, ranks=gpus_per_node))
     if nodes is not None and nodes * chosen.gpus_per_node < cp:
         raise ValueError(
             f"{cp} context-parallel ranks need {cp} GPUs, but --nodes {nodes} with {chosen.gpus_per_node} GPUs each "

@@ -10,6 +10,7 @@ from cp_engine.sharding.cost import MIB, ModelShape
 from cp_engine.sharding.exchange_choice import choose_exchange
 from cp_engine.sharding.forest import Forest
 from cp_engine.sharding.gdn_layout import place_layers
+from cp_engine.sharding.hosts import ONE_HOST, Hosts
 from cp_engine.sharding.layout import Layout, contiguous_layout
 from cp_engine.sharding.measure import Survey
 from cp_engine.sharding.packing import Pack
@@ -29,14 +30,17 @@ class PlacedPack:
     reason: str  # why this exchange
 
 
-def place_pack(pack: Pack, parallel: ParallelConfig, shape: ModelShape) -> PlacedPack:
+def place_pack(pack: Pack, parallel: ParallelConfig, shape: ModelShape, hosts: Hosts = ONE_HOST) -> PlacedPack:
     """Choose the layouts and the exchange of a pack.
+
+    Args:
+        hosts: where the context-parallel ranks stand.
 
     Raises:
         ValueError: if no exchange keeps to ``parallel.max_exchange_mib``, or ``parallel.gdn_layout`` is own and the
             model has no GDN layers.
     """
-    forest, layout, gdn_layout = choose_layout(pack.forest, parallel, shape)
+    forest, layout, gdn_layout = choose_layout(pack.forest, parallel, shape, hosts)
     placed = replace(pack, forest=forest)
     if parallel.exchange != "auto":
         team = f":{parallel.ulysses_ranks}" if parallel.ulysses_ranks is not None else ""
@@ -44,12 +48,14 @@ def place_pack(pack: Pack, parallel: ParallelConfig, shape: ModelShape) -> Place
     if not forest.tokens:
         return PlacedPack(placed, layout, gdn_layout, "gather", "a pack without tokens moves nothing")
     budget = None if parallel.max_exchange_mib is None else parallel.max_exchange_mib * MIB
-    choice = choose_exchange(Survey(forest), layout, model=shape, memory_bytes=budget)
+    choice = choose_exchange(Survey(forest), layout, model=shape, hosts=hosts, memory_bytes=budget)
     _LOG.info("pack of %d tokens on %d ranks: %s", forest.tokens, parallel.cp, choice.reason)
     return PlacedPack(placed, layout, gdn_layout, choice.exchange, choice.reason)
 
 
-def choose_layout(forest: Forest, parallel: ParallelConfig, shape: ModelShape) -> tuple[Forest, Layout, Layout | None]:
+def choose_layout(
+    forest: Forest, parallel: ParallelConfig, shape: ModelShape, hosts: Hosts = ONE_HOST
+) -> tuple[Forest, Layout, Layout | None]:
     """The forest, its subtrees perhaps in another order, the owners of its tokens, and those in GDN layers where they
     are others."""
     if parallel.cp == 1 or not forest.tokens:
@@ -57,7 +63,7 @@ def choose_layout(forest: Forest, parallel: ParallelConfig, shape: ModelShape) -
     # Head shards run the whole forest whatever the layout.
     gdn_layout = "same" if parallel.gdn_exchange == "ulysses" else parallel.gdn_layout
     balanced = parallel.layout == "balanced"
-    placed = place_layers(forest, parallel.cp, model=shape, balanced=balanced, gdn_layout=gdn_layout)
+    placed = place_layers(forest, parallel.cp, model=shape, hosts=hosts, balanced=balanced, gdn_layout=gdn_layout)
     if shape.gdn_layers:
         _LOG.info("GDN layers of a pack of %d tokens: %s", forest.tokens, placed.reason)
     return placed.forest, placed.layout, placed.gdn_layout

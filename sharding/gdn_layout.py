@@ -18,9 +18,10 @@ import numpy as np
 from cp_engine.sharding.cost import H200, Costs, ModelShape
 from cp_engine.sharding.deal import snapped_layout
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.hosts import ONE_HOST, Hosts, shared_links
 from cp_engine.sharding.layer_time import LayerTime, StepTime, attention_parts, recurrent_time, relay_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
-from cp_engine.sharding.measure import CHUNK, Figures, Survey, measure, measure_recurrent, rows_moved
+from cp_engine.sharding.measure import CHUNK, Figures, Survey, between_ranks, measure, measure_recurrent, rows_moved
 from cp_engine.sharding.recurrent_figures import RecurrentFigures
 from cp_engine.sharding.search import balanced_layout
 
@@ -78,12 +79,14 @@ def place_layers(
     *,
     model: ModelShape,
     costs: Costs = H200,
+    hosts: Hosts = ONE_HOST,
     balanced: bool = True,
     gdn_layout: str = "auto",
 ) -> PlacedLayers:
     """Place a forest that has tokens on ``world`` ranks. A pure function; the same on every host.
 
     Args:
+        hosts: where ranks stand.
         balanced: search the layout; else it is that of equal contiguous ranges.
         gdn_layout: ``same``: one layout for all layers. ``own``: recurrent layers get the best one found of their own,
             even where one layout is predicted faster; none where only that of the others is found. ``auto``: the
@@ -96,16 +99,17 @@ def place_layers(
     assert not model.gdn_layers or model.gdn_runs, "a shape with recurrent layers but no run of them"
     if gdn_layout == "own" and not model.gdn_layers:
         raise ValueError("gdn_layout own is for models with GDN layers, and this one has none: use auto or same")
-    same = _placed(forest, world, model, costs, balanced)
+    same = _placed(forest, world, model, costs, hosts, balanced)
     if gdn_layout == "same" or not model.gdn_layers or world == 1:
         reason = "set to the same" if gdn_layout == "same" and model.gdn_layers else "nothing to choose"
         return replace(same, reason=reason)
-    if gdn_layout == "auto" and _most_gain(same, model, costs) <= _least_relay(forest, world, model, costs):
+    shared = shared_links(costs, hosts, world)
+    if gdn_layout == "auto" and _most_gain(same, model, shared) <= _least_relay(forest, world, model, shared):
         return replace(same, reason="moving hidden states would take longer than a perfect layout could gain")
     bases = [same]
     if balanced:
-        bases.append(_placed(forest, world, model, costs, balanced, attention_alone=True))
-    found = [_with_own(base, model, costs) for base in bases]
+        bases.append(_placed(forest, world, model, costs, hosts, balanced, attention_alone=True))
+    found = [_with_own(base, model, shared) for base in bases]
     own = min(found, key=lambda placed: (placed.own is None, placed.step))
     if own.own is None:
         return replace(same, reason="every layout of their own with few enough tokens on each rank is the same one")
@@ -116,18 +120,24 @@ def place_layers(
 
 
 def _placed(
-    forest: Forest, world: int, model: ModelShape, costs: Costs, balanced: bool, attention_alone: bool = False
+    forest: Forest,
+    world: int,
+    model: ModelShape,
+    costs: Costs,
+    hosts: Hosts,
+    balanced: bool,
+    attention_alone: bool = False,
 ) -> PlacedLayers:
     """One layout for all layers; with ``attention_alone`` it is searched as if there were no recurrent ones."""
     survey, layout, method = Survey(forest), contiguous_layout(forest, world), "contiguous"
     if balanced:
         searched = replace(model, gdn_layers=0, gdn_runs=0) if attention_alone else model
-        found = balanced_layout(forest, world, model=searched, costs=costs)
+        found = balanced_layout(forest, world, model=searched, costs=costs, hosts=hosts)
         survey, layout, method = Survey(found.forest), found.layout, found.method
         if not attention_alone:
             return PlacedLayers(survey, layout, method, found.figures, found.time, None, "", found.time.step)
     figures = measure(survey, layout, window=model.window)
-    time = step_time(figures, model, costs)
+    time = step_time(figures, model, costs, hosts, between_ranks(survey, layout))
     return PlacedLayers(survey, layout, method, figures, time, None, "", time.step)
 
 

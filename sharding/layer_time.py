@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_engine.sharding.cost import ACCUMULATION_BYTES, H200, MIB, Costs, ModelShape
-from cp_engine.sharding.measure import TILE, Figures, RecurrentFigures
+from cp_engine.sharding.hosts import ONE_HOST, Hosts, LinkRows, link_rows, shared_links
+from cp_engine.sharding.measure import TILE, Figures, RecurrentFigures, windowed_rows
 from cp_engine.sharding.state_time import chunk_time, crossing_time, head_scale
 
 RELAY_LAUNCHES = 5  # kernels that pack and place the rows of one border
@@ -108,11 +109,23 @@ def attention_parts(
     return [(shape.attention_layers - windowed, part) for part in full] + [(windowed, part) for part in window or ()]
 
 
-def step_time(figures: Figures, shape: ModelShape, costs: Costs = H200) -> StepTime:
-    """Simulate one step of a layout under the exchanges ``gather`` and ``affine``."""
-    attention = gather_time(figures, shape, costs)
-    window = None if figures.windowed is None else gather_time(figures.windowed, shape, costs)
-    gdn = affine_time(figures, shape, costs) if shape.gdn_layers else None
+def step_time(
+    figures: Figures, shape: ModelShape, costs: Costs = H200, hosts: Hosts = ONE_HOST, rows: np.ndarray | None = None
+) -> StepTime:
+    """Simulate one step of a layout under the exchanges ``gather`` and ``affine``.
+
+    Args:
+        rows: int64 [P, P] of a layer without a window, as `measure.traffic` counts them, 0 on the diagonal; not needed
+            on one host.
+    """
+    world = len(figures.tokens)
+    assert rows is not None or hosts.ranks >= world, "several hosts without the rows between ranks"
+    link = None if rows is None else link_rows(figures, rows, hosts, costs)
+    attention, window = gather_time(figures, shape, costs, link), None
+    if figures.windowed is not None:
+        link = None if rows is None else link_rows(figures.windowed, windowed_rows(rows, figures), hosts, costs)
+        window = gather_time(figures.windowed, shape, costs, link)
+    gdn = affine_time(figures, shape, shared_links(costs, hosts, world)) if shape.gdn_layers else None
     step = sum(count * int(part.total.max()) for count, part in attention_parts(attention, window, shape))
     if gdn is not None:
         step += sum(int(part.total.max()) for part in gdn) * shape.gdn_layers
@@ -147,23 +160,25 @@ def _by_head_size(table: tuple[tuple[int, int], ...], head_dim: int) -> int:
 
 
 def gather_time(
-    figures: Figures, shape: ModelShape, costs: Costs, groups: int | None = None
+    figures: Figures, shape: ModelShape, costs: Costs, link: LinkRows | None = None
 ) -> tuple[LayerTime, LayerTime]:
     """A softmax-attention layer whose head groups are fetched while the group before computes.
 
     Backward fetches the rows again and returns their gradients. The first fetch and the last return are exposed.
 
     Args:
-        groups: head groups; None: `head_groups`.
+        link: what the rows take where links differ; None: those of ``figures``, all inside one host.
     """
-    groups = head_groups(figures, shape) if groups is None else groups
+    groups = head_groups(figures, shape)
+    link = LinkRows(figures.rows_in, figures.rows_out, costs.pull_latency) if link is None else link
     query_tiles = -(-figures.tokens // TILE)
     kernel = kernel_time(figures.tiles, query_tiles, shape.query_heads, shape, costs)
     tokens = token_time(figures.tokens, shape.attention_products, shape, costs)
-    rows_in, rows_out = figures.rows_in, figures.rows_out
-    moves = (rows_in > 0) | (rows_out > 0)
-    fetch = _pull(np.maximum(rows_in, rows_out) * shape.kv_row_bytes // groups, moves, costs)
-    home = _pull(np.maximum(rows_in, rows_out) * shape.kv_gradient_bytes // groups, moves, costs)
+    rows = np.maximum(link.rows_in, link.rows_out)
+    fetch, home = (
+        np.where(rows > 0, rows * nbytes // groups * costs.pull_mib // MIB + link.latency, 0)
+        for nbytes in (shape.kv_row_bytes, shape.kv_gradient_bytes)
+    )
     parts = []
     for work, alone, each, last in (
         (kernel[0], tokens[0], fetch, 0),
@@ -177,10 +192,6 @@ def gather_time(
         split = (groups - 1) * costs.group // 2
         parts.append(LayerTime(alone + work + split, exposed))
     return parts[0], parts[1]
-
-
-def _pull(nbytes: np.ndarray, moves: np.ndarray, costs: Costs) -> np.ndarray:
-    return np.where(moves, nbytes * costs.pull_mib // MIB + costs.pull_latency, 0)
 
 
 def affine_time(figures: Figures, shape: ModelShape, costs: Costs) -> tuple[LayerTime, LayerTime]:

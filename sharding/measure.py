@@ -245,6 +245,13 @@ def traffic(survey: Survey, layout: Layout) -> np.ndarray:
     return _traffic(_key_sets(survey, layout)[0], layout)
 
 
+def between_ranks(survey: Survey, layout: Layout) -> np.ndarray:
+    """`traffic` without what stays: 0 on the diagonal."""
+    rows = traffic(survey, layout)
+    np.fill_diagonal(rows, 0)
+    return rows
+
+
 def _traffic(keys: _KeyedSet, layout: Layout) -> np.ndarray:
     reader = np.arange(layout.world)[:, None]
     seen = np.diff(keys.below(reader * (layout.tokens + 1) + layout.piece_start, reader), axis=1)

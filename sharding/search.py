@@ -28,9 +28,10 @@ from cp_engine.sharding.chord import (
 from cp_engine.sharding.cost import H200, Costs, ModelShape
 from cp_engine.sharding.deal import Units, dealt_orders, free_units, reorder_units, snapped_layout
 from cp_engine.sharding.forest import Forest
+from cp_engine.sharding.hosts import ONE_HOST, Hosts
 from cp_engine.sharding.layer_time import SplitPrices, StepTime, rank_time, split_prices, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout
-from cp_engine.sharding.measure import Figures, Survey, measure
+from cp_engine.sharding.measure import Figures, Survey, between_ranks, measure
 from cp_engine.sharding.simple_layouts import simple_layouts
 from cp_engine.sharding.zones import trunk_ends, zoned_layout
 
@@ -92,6 +93,7 @@ class _Judge:
     pairs: int
     model: ModelShape
     costs: Costs
+    hosts: Hosts
     tried: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -109,7 +111,8 @@ class _Judge:
 
     def candidate(self, name: str, survey: Survey, layout: Layout) -> Candidate:
         figures = measure(survey, layout, self.model.gdn_layers > 0, self.model.window)
-        time = step_time(figures, self.model, self.costs)
+        rows = between_ranks(survey, layout) if self.hosts.ranks < self.world else None
+        time = step_time(figures, self.model, self.costs, self.hosts, rows)
         found = Candidate(name, survey, layout, figures, time, self._violation(figures))
         if not found.violation:
             self.tried[name] = min(time.step, self.tried.get(name, time.step))
@@ -127,13 +130,18 @@ class _Judge:
         return total + 10**6 * (pieces + spread)
 
 
-def balanced_layout(forest: Forest, world: int, *, model: ModelShape, costs: Costs = H200) -> PlacedForest:
+def balanced_layout(
+    forest: Forest, world: int, *, model: ModelShape, costs: Costs = H200, hosts: Hosts = ONE_HOST
+) -> PlacedForest:
     """Place a forest on ``world`` ranks: equal tokens, equal attention work, few pieces, little traffic.
 
     Every candidate is measured exactly and compared by the predicted time of all layers (`step_time`); the smallest
     wins, among those that hold the limits on tokens, pairs and pieces. The chord holds them always, up to the
     rounding of tiny packs. Never slower than the chord, contiguous ranges, zigzag or snake on the same forest where
     these hold the limits and have under two pieces a rank. A pure function; the same on every host.
+
+    Args:
+        hosts: where ranks stand; rows between hosts are predicted to take longer.
 
     Raises:
         ValueError: for fewer than one rank or a forest without tokens.
@@ -143,7 +151,7 @@ def balanced_layout(forest: Forest, world: int, *, model: ModelShape, costs: Cos
     if not forest.tokens:
         raise ValueError("cannot place a forest without tokens: an empty pack has no layout to search")
     base = Survey(forest)
-    judge = _Judge(world, forest.tokens, int(base.pairs_above[-1]), model, costs)
+    judge = _Judge(world, forest.tokens, int(base.pairs_above[-1]), model, costs, hosts)
     if world == 1:
         best = judge.candidate("contiguous", base, contiguous_layout(forest, 1))
     else:

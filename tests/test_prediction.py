@@ -57,11 +57,11 @@ def test_a_row_between_hosts_takes_the_adapter():
     placement = place(forest, 4, "contiguous", MODEL, H200)
     assert placement.figures.rows_out.tolist() == [3 * 8192, 0, 0, 0]
     predictor = Predictor(placement, MODEL)
-    split = replace(H200, gpus_per_node=2)
+    split = machine("h200", 4, None, 2)
     near, far = predictor.times(H200)["gather"], predictor.times(split)["gather"]
     # Two of three readers are far: that link carries 16,384 rows, where the one on the host carries 8,192.
-    groups, latency = head_groups(placement.figures, MODEL), split.between_latency + 2 * split.peer_latency
-    as_near = 2 * 8192 * split.between_mib // split.costs.pull_mib
+    groups, latency = head_groups(placement.figures, MODEL), split.links.latency + 2 * split.links.peer_latency
+    as_near = 2 * 8192 * split.links.mib // split.costs.pull_mib
     fetch = as_near * MODEL.kv_row_bytes // groups * split.costs.pull_mib // MIB + latency
     figures = placement.figures
     work = kernel_time(int(figures.tiles[0]), 8192 // TILE, MODEL.query_heads, MODEL, split.costs)[0]
@@ -71,7 +71,7 @@ def test_a_row_between_hosts_takes_the_adapter():
     assert far.attention[0].compute[0] == near.attention[0].compute[0]
     for name, time in predictor.times(split).items():
         assert time.exposed >= predictor.times(H200)[name].exposed
-    assert predictor.times(replace(H200, gpus_per_node=4))["ring"].step == predictor.times(H200)["ring"].step
+    assert predictor.times(machine("h200", 4, None, 4))["ring"].step == predictor.times(H200)["ring"].step
 
 
 @pytest.mark.parametrize("cp", [1, 3, 8, 24])

@@ -106,10 +106,10 @@ def test_limits_follow_their_causes():
         rows = sweep(flat, [cp], replace(SETTINGS, **{"exchange": "gather", **changed}))
         return next(row.limit for row in rows if row.scaling == "strong")
 
-    machine = replace(SETTINGS.machine, gpus_per_node=2)
+    machine, links = SETTINGS.machine, replace(SETTINGS.machine.links, ranks=2)
     assert limit(4) == "none"
-    assert limit(24, machine=replace(machine, between_mib=10**6)) == "link"
-    assert limit(24, machine=replace(machine, between_latency=10**8)) == "latency"
+    assert limit(24, machine=replace(machine, links=replace(links, mib=10**6))) == "link"
+    assert limit(24, machine=replace(machine, links=replace(links, latency=10**8))) == "latency"
     # A rollout of 65,536 tokens before 128 of 512: in equal halves, one has nearly all pairs.
     lengths = [65_536] + [512] * 128
     row_start = np.append(0, np.cumsum(lengths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_engine.distributed.ranks import Ranks
+from cp_engine.sharding.hosts import ONE_HOST, Hosts
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,15 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         return self.everyone.rank // self.cp
+
+    @property
+    def hosts(self) -> Hosts:
+        """Where the ranks of a CP group stand, for its plans; the same for every group.
+
+        Groups larger than a machine that begin in the middle of one are planned for on equal parts of machines.
+        """
+        per_node = self.everyone.per_node or self.everyone.world
+        return ONE_HOST if self.cp <= per_node else Hosts(ranks=math.gcd(self.cp, per_node))
 
 
 def make_mesh(ranks: Ranks, dp: int, cp: int, timeout_s: int) -> Mesh:

@@ -11,6 +11,7 @@ import pytest
 from cp_engine.sharding import gdn_layout as gdn_layout_module
 from cp_engine.sharding.cost import H200, MIB, PRESETS
 from cp_engine.sharding.gdn_layout import place_layers, renumbered
+from cp_engine.sharding.hosts import ONE_HOST
 from cp_engine.sharding.layer_time import recurrent_time, relay_time, step_time
 from cp_engine.sharding.layout import Layout, contiguous_layout, layout_from_cuts
 from cp_engine.sharding.measure import Survey, measure, measure_recurrent, rows_moved
@@ -73,7 +74,7 @@ def test_near_the_best_of_all_assignments_of_segments(seed):
     forest = long_rows(seed, 1 + seed % 3, rows=3, scale=1 + seed % 4).forest
     if forest.segments > 9:
         forest = long_rows(seed, 1, rows=3).forest
-    base = gdn_layout_module._placed(forest, 2, HYBRID, QUICK, True)
+    base = gdn_layout_module._placed(forest, 2, HYBRID, QUICK, ONE_HOST, True)
     survey, best = base.survey, None
     for ranks in itertools.product(range(2), repeat=forest.segments):
         own = layout_from_cuts(survey.start, np.array(ranks), 2)

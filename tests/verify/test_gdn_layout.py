@@ -35,7 +35,7 @@ OPTIONS = {"model": MODEL, "loss": "grpo", "layout": "balanced", "gdn_layout": "
 def drawn_layouts(seed: int):
     """Two layouts that have nothing to do with each other, on many seeds with a rank without tokens in one of them."""
 
-    def drawn(forest, parallel, shape):
+    def drawn(forest, parallel, shape, hosts):
         return forest, random_layout(forest, seed, parallel.cp), random_layout(forest, seed + 31, parallel.cp)
 
     return mock.patch.object(placement, "choose_layout", drawn)
@@ -148,7 +148,7 @@ def test_planted_faults_make_verify_fail(fault):
 def on_two_ranks(world: int):
     """All tokens on one rank in the GDN layers, on another in all others."""
 
-    def drawn(forest, parallel, shape):
+    def drawn(forest, parallel, shape, hosts):
         whole = [layout_from_cuts(np.array([0, forest.tokens]), np.array([r]), world) for r in (0, world - 1)]
         return forest, *whole
 

@@ -68,7 +68,7 @@ def test_sharded_weights_are_verified_too():
 def verify_on_last_rank(cases: list[Case]) -> list[dict]:
     """All tokens lie on the last rank: the others have none, and no occurrences."""
 
-    def crowded(forest, parallel, shape):
+    def crowded(forest, parallel, shape, hosts):
         last = layout_from_cuts(np.array([0, forest.tokens]), np.array([parallel.cp - 1]), parallel.cp)
         return forest, last, None
 

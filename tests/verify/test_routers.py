@@ -65,7 +65,7 @@ def test_the_oracle_is_the_models_own_loss_of_one_padded_batch(model):
             torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12 * expected[name].abs().max())
 
 
-def crowded(forest, parallel, shape):
+def crowded(forest, parallel, shape, hosts):
     """All tokens on the last rank."""
     return forest, layout_from_cuts(np.array([0, forest.tokens]), np.array([parallel.cp - 1]), parallel.cp), None
 

@@ -126,7 +126,7 @@ def verify_small_forests(model: str, layouts: bool) -> dict:
             drawn = mock.patch.object(
                 placement,
                 "choose_layout",
-                lambda forest, parallel, shape, s=seed: (forest, random_layout(forest, s, parallel.cp), None),
+                lambda forest, parallel, *_, s=seed: (forest, random_layout(forest, s, parallel.cp), None),
             )
             with drawn if layouts else contextlib.nullcontext():
                 results[name, exchange, gdn] = verify_tree(flat, options, ranks)
