@@ -143,6 +143,31 @@ def test_slices_of_heads(monkeypatch, described):
         assert all(torch.equal(got[name], truth[name]) for name in NAMES)
 
 
+def before_nan(x: torch.Tensor) -> torch.Tensor:
+    """The same rows; what lies behind the last one in memory is NaN."""
+    longer = x.new_full((x.shape[0] + 40, *x.shape[1:]), torch.nan)
+    longer[: x.shape[0]] = x
+    return longer[: x.shape[0]]
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_what_lies_behind_the_last_row_is_not_used(monkeypatch, described):
+    """Tiles that reach beyond the end, owned and walked, by descriptors and by pointers, held and not."""
+    monkeypatch.setattr(primitives, "DESCRIPTORS", described)
+    forest = random_variety(4).forest
+    assert forest.tokens % 8
+    x = random_tensors(forest.tokens, (4, 2), 16, 5, torch.float32)
+    ended, truth = Tensors(*map(before_nan, vars(x).values())), dense_attention(visible(forest), x)
+    for held in (0, 2):
+        monkeypatch.setattr(primitives, "FLOAT32", Sizes(32, 16, 4, 1, held))
+        out, lse = attention(ended.q, ended.k, ended.v, whole(forest), scale=x.scale, backend="triton")
+        given = ended.q, ended.k, ended.v, before_nan(out), before_nan(lse), ended.dout
+        with poisoned_memory():
+            grads = attention_backward(*given, whole(forest), scale=x.scale, backend="triton")
+        for name, got in zip(NAMES, (out, lse, *grads), strict=True):
+            assert relative_error(got, truth[name]) < BOUND, (held, name)
+
+
 def specialisation(kernel, arguments, options) -> tuple:
     """What Triton compiles a launch for: types, values of constants, and of other numbers whether they are 1 or
     divisible by 16, unless the kernel asks not to."""

@@ -15,6 +15,7 @@ from cp_engine.kernels.attention.triton.blocks import build_blocks
 from cp_engine.kernels.attention.triton.primitives import Sizes
 from cp_engine.kernels.attention.triton.stored_pass import Stored
 from cp_engine.sharding.attention_plan import attention_plan
+from cp_engine.sharding.forest import build_forest
 from tests.forests import random_layout, random_rows, random_variety
 from tests.kernels.attention_oracle import (
     Tensors,
@@ -26,7 +27,7 @@ from tests.kernels.attention_oracle import (
     relative_error,
     visible,
 )
-from tests.kernels.interpreted_attention import BOUND, deep_forest, specialisation, whole
+from tests.kernels.interpreted_attention import BOUND, before_nan, deep_forest, specialisation, whole
 
 NAMES = ("dq", "dk", "dv")
 TIGHT = 2 * 2 * 32 * 32 * 4 * 5  # bytes of five blocks of both of two packs
@@ -87,6 +88,20 @@ def test_blocks_of_two_mask_words(monkeypatch):
 def test_sliding_windows(window):
     for forest in (deep_forest(), random_variety(4).forest):
         check(forest, random_tensors(forest.tokens, (4, 2), 16, window, torch.float32), window)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_what_lies_behind_the_last_row_is_not_used(heads):
+    """p and ds of rows beyond the end are stored too and multiply rows of zeros: they have to be finite."""
+    forest = build_forest(np.arange(150), np.array([0, 150]))
+    x = random_tensors(forest.tokens, heads, 16, 5, torch.float32)
+    ended, truth = Tensors(*map(before_nan, vars(x).values())), dense_attention(visible(forest), x)
+    call = {"intervals": whole(forest), "scale": x.scale, "backend": "triton"}
+    out, lse = (before_nan(made) for made in attention(ended.q, ended.k, ended.v, **call))
+    with poisoned_memory():
+        grads = attention_backward(ended.q, ended.k, ended.v, out, lse, ended.dout, **call)
+    for name, got in zip(NAMES, grads, strict=True):
+        assert relative_error(got, truth[name]) < BOUND, name
 
 
 def test_many_tiny_segments():
