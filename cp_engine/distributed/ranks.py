@@ -38,22 +38,44 @@ def under_launcher() -> bool:
 def join_ranks(timeout_s: int = 600) -> Ranks:
     """Join the process group that the launcher describes: NCCL where there are GPUs, gloo otherwise.
 
-    A rank that waits longer than ``timeout_s`` seconds in a collective raises instead of hanging.
+    A rank that waits longer than ``timeout_s`` seconds in a collective raises instead of hanging. A process group that
+    the program, or an engine before, has made already is used as it is, with its timeout.
+
+    Raises:
+        ValueError: for a machine with fewer GPUs than ranks, or a group that cannot carry tensors of host and device.
     """
-    local, device = int(os.environ.get("LOCAL_RANK", "0")), torch.device("cpu")
+    joined, device = dist.is_initialized(), torch.device("cpu")
     if torch.cuda.is_available():
-        count = torch.cuda.device_count()
+        present = torch.cuda.current_device() if joined else 0
+        local, count = int(os.environ.get("LOCAL_RANK", present)), torch.cuda.device_count()
         if local >= count:
             raise ValueError(f"local rank {local} has no GPU: this machine has {count}, start at most that many ranks")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    if not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
-        return Ranks(0, 1, None, device)
     # Tensors in host memory too: agreeing over them does not wait for the device, and offloaded gradients live there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    if joined:
+        if dist.get_world_size() > 1:
+            _require_backends(dist.get_backend_config(), backend)
+    elif not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
+        return Ranks(0, 1, None, device)
+    else:
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    if dist.get_world_size() == 1:
+        return Ranks(0, 1, None, device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device, per_node)
+
+
+def _require_backends(present: str, needed: str) -> None:
+    """Refuse a process group, by its backends such as ``cuda:nccl``, that lacks one of those needed."""
+    parts = [part if ":" in part else f"cpu:{part}" for part in needed.split(",")]
+    if not set(parts) <= set(present.split(",")):
+        raise ValueError(
+            f"the process group that the program made has the backends {present}, and the engine needs "
+            f"{','.join(parts)}: make it with torch.distributed.init_process_group({needed!r}), or leave it to the "
+            "engine"
+        )
 
 
 def shutdown(code: int) -> None:

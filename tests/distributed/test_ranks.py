@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cp_engine.distributed.agree import require_equal_digests
 from cp_engine.distributed.gradients import clip_gradients, sum_gradients
 from cp_engine.distributed.mesh import make_mesh, shard_mesh
-from cp_engine.distributed.ranks import Ranks
+from cp_engine.distributed.ranks import Ranks, _require_backends, join_ranks
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,6 +59,25 @@ def _group_timeouts(timeout_s: int) -> tuple[float, list[int]]:
 
 def test_context_parallel_groups_are_neighbours_and_have_the_timeout_of_the_run():
     assert run_ranks(4, _group_timeouts, 77) == [(77.0, [0, 1])] * 2 + [(77.0, [2, 3])] * 2
+
+
+def _joined_again() -> tuple[int, int, bool]:
+    first, second = join_ranks(), join_ranks()
+    return second.rank, second.world, first.group is second.group is dist.group.WORLD
+
+
+def test_a_process_group_that_the_program_has_made_is_used():
+    assert run_ranks(2, _joined_again) == [(0, 2, True), (1, 2, True)]
+
+
+def test_a_process_group_without_a_backend_for_host_tensors_is_refused_with_the_way_on():
+    for present in ("cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cpu:gloo,cuda:nccl,xpu:xccl"):
+        _require_backends(present, "cpu:gloo,cuda:nccl")
+    _require_backends("cpu:gloo,cuda:gloo", "gloo")
+    with pytest.raises(ValueError, match=r"has the backends cuda:nccl, .*init_process_group\('cpu:gloo,cuda:nccl'\)"):
+        _require_backends("cuda:nccl", "cpu:gloo,cuda:nccl")
+    with pytest.raises(ValueError, match="has the backends cpu:gloo,cuda:gloo, and the engine needs"):
+        _require_backends("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl")
 
 
 def _summed():
