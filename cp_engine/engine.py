@@ -29,7 +29,7 @@ from cp_engine.lookahead import Lookahead, PlannedPack
 from cp_engine.losses.router_balance import RouterBalance
 from cp_engine.metrics import StepMeter, metered
 from cp_engine.models.liger import use_liger
-from cp_engine.models.load import float32_parameters, prepare_for_trees, save_adapter, save_model
+from cp_engine.models.load import check_given, float32_parameters, prepare_for_trees, save_adapter, save_model
 from cp_engine.models.lora import add_lora
 from cp_engine.models.recompute import recompute_layers
 from cp_engine.models.routers import router_shape
@@ -73,14 +73,15 @@ class Engine:
     Every rank constructs it with the same config and passes the same rollouts to `train_step`.
 
     Args:
-        causal_lm: the model to train, in the configured dtype; None, on all ranks, loads ``config.model.path``. Engines
-            that shard it take the first rank's weights; on the other ranks it may be on the meta device.
+        causal_lm: the model to train, in the configured dtype, as `cp_engine.models.load.load_model` makes it; None, on
+            all ranks, loads ``config.model.path``. Engines that shard it take the first rank's weights; on the other
+            ranks it may be on the meta device.
         only_scores: freeze the model, for `logprobs` alone: ranks then hold its weights in the configured dtype and
             neither float32 masters nor gradients nor optimizer states.
 
     Raises:
         ValueError: when ``parallel.dp x parallel.cp`` is not the number of rank processes, ranks were given different
-            settings (raised on every rank), or the model is not supported.
+            settings (raised on every rank), or the model is not supported, has another dtype, or trains nothing.
     """
 
     def __init__(
@@ -90,6 +91,11 @@ class Engine:
         causal_lm: nn.Module | None = None,
         only_scores: bool = False,
     ):
+        if not isinstance(config, Config):
+            raise ValueError(
+                "config must be a cp_engine.Config, got "
+                f"{type(config).__name__}: cp_engine.config.read_config reads a YAML file, parse_config a dictionary"
+            )
         self.config = config
         self.ranks = ranks or join_ranks(config.parallel.timeout_s)
         # Ranks with another loss or learning rate would go on together and train something else, and those with another
@@ -106,7 +112,9 @@ class Engine:
                 "leave it out"
             )
         self.dtype = getattr(torch, config.dtype)
-        hf_model = causal_lm or load(config, self.ranks)
+        if causal_lm is not None:
+            check_given(causal_lm, self.dtype)
+        hf_model = load(config, self.ranks) if causal_lm is None else causal_lm
         self.conv_width, self.window = conv_width(hf_model.config), attention_window(hf_model.config)
         self.longest = longest_sequence(hf_model.config)
         self.shape = model_shape(hf_model.config, self.dtype.itemsize)
@@ -124,6 +132,11 @@ class Engine:
             add_lora(hf_model, config.lora, config.seed)
         if only_scores:
             hf_model.requires_grad_(False)
+        elif not any(parameter.requires_grad for parameter in hf_model.parameters()):
+            raise ValueError(
+                "no parameter of causal_lm has requires_grad, so there is nothing to train: set it, add a lora "
+                "section, or give only_scores=True"
+            )
         self.only_scores = only_scores
         recompute_layers(hf_model, resolved_memory(config, hf_model, self.ranks))
         self.packing = resolved_packing(config, hf_model, self.ranks)

@@ -100,6 +100,24 @@ def test_rollouts_that_the_model_is_not_made_for_are_warned_of_once(caplog):
     assert f"more than the {longest - 1} tokens that the model's config allows for" in told
 
 
+def test_what_a_program_gives_is_checked():
+    def refused(match: str, model, **sections):
+        with pytest.raises(ValueError, match=match):
+            Engine(config(1, model={"path": "tiny-qwen3"}, **sections), this_rank(), causal_lm=model)
+
+    model = preset_model("tiny-qwen3", torch.float32, 512, seed=0)
+    refused("have model.embed_tokens.weight in torch.float64, got torch.float32: the configuration's dtype", model)
+    refused("in torch.bfloat16, got torch.float32", model, dtype="bfloat16")
+    hybrid = preset_model("tiny-qwen3.5", torch.float32, 512, seed=0).bfloat16()
+    refused("linear_attn.dt_bias in torch.float32, got torch.bfloat16: .* the decays", hybrid, dtype="bfloat16")
+    refused("with its head, .* got a Qwen3Model", model.model)
+    refused("in no wrapper .* got a DataParallel", torch.nn.DataParallel(model))
+    refused("got a str", "models/Qwen3-8B")
+    refused("nothing to train: set it", model.requires_grad_(False), dtype="float32")
+    with pytest.raises(ValueError, match="must be a cp_engine.Config, got dict: cp_engine.config.read_config reads"):
+        Engine({"model": {"path": "tiny-qwen3"}}, this_rank())
+
+
 def test_the_group_has_to_fit_the_configuration():
     with pytest.raises(ValueError, match="parallel.cp is 2 but 1 rank processes run: start 2"):
         Engine(config(2), this_rank())

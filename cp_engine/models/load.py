@@ -74,6 +74,31 @@ def load_model(
     return _with_experts_for(dtype, model).to(device)
 
 
+def check_given(model: object, dtype: torch.dtype) -> None:
+    """Refuse a model, made by the program, that is no causal LM of `transformers` in ``dtype``.
+
+    Raises:
+        ValueError: says what it is instead, and what to give.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ValueError(
+            "causal_lm must be a causal LM of transformers with its head, as AutoModelForCausalLM.from_pretrained "
+            "makes it, in no wrapper (adapters are made from the lora section, shards by engine.name); got a "
+            f"{type(model).__name__}"
+        )
+    kept = {id(parameter) for parameter in float32_parameters(model, dtype)}
+    for name, parameter in model.named_parameters():
+        expected = torch.float32 if id(parameter) in kept else dtype
+        if parameter.dtype != expected:
+            raise ValueError(
+                f"causal_lm must have {name} in {expected}, got {parameter.dtype}: the configuration's dtype is {dtype}"
+                ", and in bfloat16 the decays of Gated DeltaNet stay float32. cp_engine.models.load.load_model(folder, "
+                "dtype) loads a model so"
+            )
+
+
 def holds_model(folder: str | os.PathLike) -> bool:
     """Whether its config.json is a model's: that of a run has sections, and no such field."""
     own = Path(folder) / "config.json"
