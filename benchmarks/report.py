@@ -43,7 +43,6 @@ GONE = {
     "gdn-sweep": tuple(f"dqkwg, 64 columns, 8 warps, 2 stages, tiles, {n} chunks a program" for n in (4, 8, 16)),
 }
 RIVALS = ("contiguous", "zigzag", "snake", "chord")
-OUR_ATTENTION = ("auto", "triton", "cudnn", "cudnn_fa4", "fa4")
 
 HEAD = """# Benchmarks
 
@@ -216,11 +215,9 @@ def attention(records: list[dict]) -> str:
 
 def _named_runs(records: list[dict]) -> list[dict]:
     """Rows of one workload, each with its run's fastest rival; of rows without flat methods only the newer ones."""
-    rivals = {
-        (r["commit"], r["command"]): r["method"]
-        for r in records
-        if r["vs_best"] == 1 and r["method"] not in OUR_ATTENTION
-    }
+    # Only methods of ours have a predicted time.
+    fastest = [r for r in records if r["vs_best"] == 1 and r.get("predicted_ms") is None]
+    rivals = {(r["commit"], r["command"]): r["method"] for r in fastest}
     beside = {r["method"]: r for r in records if r["vs_flat"] is not None}
     shown = []
     for r in records:

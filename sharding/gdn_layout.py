@@ -137,7 +137,8 @@ def _placed(
         if not attention_alone:
             return PlacedLayers(survey, layout, method, found.figures, found.time, None, "", found.time.step)
     figures = measure(survey, layout, window=model.window)
-    time = step_time(figures, model, costs, hosts, between_ranks(survey, layout))
+    rows = between_ranks(survey, layout) if hosts.several(world) else None
+    time = step_time(figures, model, costs, hosts, rows)
     return PlacedLayers(survey, layout, method, figures, time, None, "", time.step)
 
 

@@ -23,6 +23,10 @@ class Hosts:
     latency: int = 25_000
     peer_latency: int = 1_000
 
+    def several(self, world: int) -> bool:
+        """Whether so many ranks need more than one host."""
+        return self.ranks < world
+
     def crosses(self, world: int) -> np.ndarray:
         """bool [P, P]: whether two ranks stand on different hosts."""
         host = np.arange(world) // self.ranks
@@ -60,9 +64,9 @@ def link_rows(figures: Figures, rows: np.ndarray, hosts: Hosts, costs: Costs) ->
 
 def shared_links(costs: Costs, hosts: Hosts, world: int) -> Costs:
     """The costs of exchanges in which each of so many ranks sends every other one the same."""
-    far = world - hosts.ranks
-    if far <= 0:
+    if not hosts.several(world):
         return costs
+    far = world - hosts.ranks
     mib, latency = hosts.mib * far // world, hosts.latency + hosts.peer_latency * far
     return replace(
         costs,

@@ -119,7 +119,7 @@ def step_time(
             on one host.
     """
     world = len(figures.tokens)
-    assert rows is not None or hosts.ranks >= world, "several hosts without the rows between ranks"
+    assert rows is not None or not hosts.several(world), "several hosts without the rows between ranks"
     link = None if rows is None else link_rows(figures, rows, hosts, costs)
     attention, window = gather_time(figures, shape, costs, link), None
     if figures.windowed is not None:

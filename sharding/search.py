@@ -111,7 +111,7 @@ class _Judge:
 
     def candidate(self, name: str, survey: Survey, layout: Layout) -> Candidate:
         figures = measure(survey, layout, self.model.gdn_layers > 0, self.model.window)
-        rows = between_ranks(survey, layout) if self.hosts.ranks < self.world else None
+        rows = between_ranks(survey, layout) if self.hosts.several(self.world) else None
         time = step_time(figures, self.model, self.costs, self.hosts, rows)
         found = Candidate(name, survey, layout, figures, time, self._violation(figures))
         if not found.violation:

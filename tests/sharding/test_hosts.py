@@ -1,6 +1,5 @@
 """Links between hosts: what rows take on them, and that layouts and exchanges are chosen for where ranks stand."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +15,7 @@ from cp_engine.sharding.gdn_layout import place_layers
 from cp_engine.sharding.hosts import ONE_HOST, Hosts, link_rows, shared_links
 from cp_engine.sharding.layer_time import step_time
 from cp_engine.sharding.layout import contiguous_layout
-from cp_engine.sharding.measure import Survey, between_ranks, measure
+from cp_engine.sharding.measure import Survey, between_ranks
 from cp_engine.sharding.search import balanced_layout
 from tests.forests import random_variety
 
@@ -80,21 +79,19 @@ def test_the_search_compares_what_hosts_take():
         assert placed.time.step <= far
 
 
-def test_a_trunk_that_all_hosts_read_is_cut():
+def test_a_trunk_that_all_hosts_read_is_dealt_out():
     """On one host it may stand on one rank, whose link all others share; between hosts that link is an adapter."""
     flat = synthetic_rollouts("one_trunk_32k")
-    end = int(flat.row_start[64])
-    forest = build_forest(flat.token[:end], flat.row_start[:65])
-    hosts = Hosts(ranks=2)
-    placed = balanced_layout(forest, 16, model=DENSE, hosts=hosts)
-    whole = contiguous_layout(forest, 16)
-    survey = Survey(forest)
-    whole_time = step_time(
-        measure(survey, whole), replace(DENSE, gdn_layers=0), H200, hosts, between_ranks(survey, whole)
-    )
-    assert placed.time.step < whole_time.step
-    out = link_rows(placed.figures, between_ranks(Survey(placed.forest), placed.layout), hosts, H200).rows_out
-    assert out.max() < 3 * out.mean()
+    forest, hosts = build_forest(flat.token, flat.row_start), Hosts(ranks=8)
+
+    def on_hosts(placed):
+        rows = between_ranks(Survey(placed.forest), placed.layout)
+        out = link_rows(placed.figures, rows, hosts, H200).rows_out
+        return out.max() / out.mean(), step_time(placed.figures, DENSE, H200, hosts, rows).step
+
+    uneven, slow = on_hosts(balanced_layout(forest, 64, model=DENSE))
+    even, fast = on_hosts(balanced_layout(forest, 64, model=DENSE, hosts=hosts))
+    assert even < 3 < uneven and 2 * fast < slow
 
 
 def test_the_exchange_is_chosen_for_the_hosts():
