@@ -21,6 +21,7 @@ class Mesh:
     everyone: Ranks
     context: Ranks  # the ranks of this CP group
     dp: int
+    hosts: Hosts = ONE_HOST  # where the ranks of a CP group stand, for its plans; the same for every group
 
     @property
     def cp(self) -> int:
@@ -29,15 +30,6 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         return self.everyone.rank // self.cp
-
-    @property
-    def hosts(self) -> Hosts:
-        """Where the ranks of a CP group stand, for its plans; the same for every group.
-
-        Groups larger than a machine that begin in the middle of one are planned for on equal parts of machines.
-        """
-        per_node = self.everyone.per_node or self.everyone.world
-        return ONE_HOST if self.cp <= per_node else Hosts(ranks=math.gcd(self.cp, per_node))
 
 
 def make_mesh(ranks: Ranks, dp: int, cp: int, timeout_s: int) -> Mesh:
@@ -55,14 +47,29 @@ def make_mesh(ranks: Ranks, dp: int, cp: int, timeout_s: int) -> Mesh:
             f"{sizes} but {ranks.world} rank processes run: start {dp * cp} "
             f"(torchrun --nproc-per-node {dp * cp} or --dp {dp} --cp {cp})"
         )
+    hosts = _hosts(ranks, cp)
     if dp == 1:
-        return Mesh(ranks, ranks, dp)
+        return Mesh(ranks, ranks, dp, hosts)
     group = None
     if cp > 1:
         # Not by a device mesh: its groups have torch's timeouts instead of the run's.
         neighbours = [list(range(first, first + cp)) for first in range(0, ranks.world, cp)]
         group, _ = dist.new_subgroups_by_enumeration(neighbours, timeout=timedelta(seconds=timeout_s))
-    return Mesh(ranks, Ranks(ranks.rank % cp, cp, group, ranks.device), dp)
+    return Mesh(ranks, Ranks(ranks.rank % cp, cp, group, ranks.device), dp, hosts)
+
+
+def _hosts(ranks: Ranks, cp: int) -> Hosts:
+    """Where CP ranks stand, as all ranks see it: machines may run different numbers of ranks, and plans must be equal.
+
+    Groups larger than a machine that begin in the middle of one are planned for on equal parts of machines.
+    """
+    if ranks.group is None:
+        return ONE_HOST
+    mine = torch.tensor([ranks.per_node or ranks.world])  # in host memory: no wait for the device
+    found = [torch.empty_like(mine) for _ in range(ranks.world)]
+    dist.all_gather(found, mine, group=ranks.group)
+    per_node = [int(count) for count in found]
+    return ONE_HOST if cp <= min(per_node) else Hosts(ranks=math.gcd(cp, *per_node))
 
 
 def require_process_group(ranks: Ranks) -> None:

@@ -15,6 +15,7 @@ from cp_engine.distributed.agree import require_equal_digests
 from cp_engine.distributed.gradients import clip_gradients, sum_gradients
 from cp_engine.distributed.mesh import make_mesh, shard_mesh
 from cp_engine.distributed.ranks import Ranks, _require_backends, join_ranks
+from cp_engine.sharding.hosts import ONE_HOST
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,6 +60,27 @@ def _group_timeouts(timeout_s: int) -> tuple[float, list[int]]:
 
 def test_context_parallel_groups_are_neighbours_and_have_the_timeout_of_the_run():
     assert run_ranks(4, _group_timeouts, 77) == [(77.0, [0, 1])] * 2 + [(77.0, [2, 3])] * 2
+
+
+def _hosts_of(cp: int, per_node: list[int]) -> int:
+    """Ranks of a host for the plans; ``per_node``: ranks on each rank's machine."""
+    ranks = this_rank()
+    ranks = replace(ranks, per_node=per_node[ranks.rank] or None)
+    return make_mesh(ranks, ranks.world // cp, cp, timeout_s=60).hosts.ranks
+
+
+@pytest.mark.parametrize(
+    ("cp", "per_node", "host"),
+    [
+        (4, [0] * 4, ONE_HOST.ranks),
+        (2, [2] * 4, ONE_HOST.ranks),
+        (4, [2] * 4, 2),
+        (4, [3, 3, 3, 1], 1),
+        (2, [1, 1, 2, 2], 1),  # one group on two machines, the other on one: both plan alike
+    ],
+)
+def test_all_ranks_plan_for_the_same_hosts(cp, per_node, host):
+    assert run_ranks(4, _hosts_of, cp, per_node) == [host] * 4
 
 
 def _joined_again() -> tuple[int, int, bool]:

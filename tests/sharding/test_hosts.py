@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cp_engine.distributed.mesh import Mesh
-from cp_engine.distributed.ranks import Ranks
 from cp_engine.scaling import synthetic_rollouts
 from cp_engine.sharding.cost import H200, PRESETS
 from cp_engine.sharding.exchange_choice import choose_exchange
@@ -99,19 +97,3 @@ def test_the_exchange_is_chosen_for_the_hosts():
     survey, layout = Survey(forest), contiguous_layout(forest, 8)
     near, far = (choose_exchange(survey, layout, model=DENSE, hosts=hosts).predicted for hosts in (ONE_HOST, PAIRS))
     assert all(far[name] > near[name] for name in ("gather", "ring", "ulysses"))
-
-
-@pytest.mark.parametrize(
-    ("cp", "per_node", "hosts"),
-    [
-        (8, 8, ONE_HOST),
-        (4, 8, ONE_HOST),
-        (3, 8, ONE_HOST),
-        (16, 8, Hosts(ranks=8)),
-        (12, 8, Hosts(ranks=4)),
-        (6, None, ONE_HOST),
-    ],
-)
-def test_the_mesh_knows_where_the_ranks_of_a_group_stand(cp, per_node, hosts):
-    everyone = Ranks(0, 2 * cp, None, None, per_node)
-    assert Mesh(everyone, Ranks(0, cp, None, None), 2).hosts == (hosts if per_node else ONE_HOST)
